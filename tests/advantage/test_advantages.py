@@ -1,0 +1,197 @@
+"""Advantages against reference values, by hand, under invariances and in hazards."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from treadle.advantage import ESTIMATORS, advantages, group_stats, zero_variance
+from treadle.errors import ConfigError, ContractError
+from treadle.types import Group, Status, Trajectory
+
+Groups = Callable[..., Group]
+Trajectories = Callable[..., Trajectory]
+
+
+def values(groups: list[Group], estimator: str) -> list[float]:
+    return list(advantages(groups, estimator).values())
+
+
+# --------------------------------------------------------------------------- reference
+
+
+def test_rloo_gives_the_reference_values(group: Groups) -> None:
+    groups = [group(0, [6, 3]), group(1, [9, 12]), group(2, [1])]
+    assert values(groups, "rloo") == pytest.approx([3, -3, -3, 3, 0])
+
+
+def test_grpo_divides_by_the_unbiased_deviation(group: Groups) -> None:
+    groups = [group(0, [6, 3]), group(1, [9, 12])]
+    root = 1 / math.sqrt(2)
+    assert values(groups, "grpo") == pytest.approx([root, -root, -root, root], abs=1e-6)
+
+
+def test_group_mean_gives_the_reference_values(group: Groups) -> None:
+    groups = [group(0, [6, 3]), group(1, [9, 12])]
+    assert values(groups, "group_mean") == pytest.approx([1.5, -1.5, -1.5, 1.5])
+
+
+def test_one_success_in_four_by_every_estimator(group: Groups) -> None:
+    groups = [group(0, [1, 0, 0, 0])]
+    assert values(groups, "grpo") == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert values(groups, "rloo") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_the_mean_is_over_the_whole_group(group: Groups) -> None:
+    """B039: statistics of the first rollout alone still "sort of work"."""
+    assert values([group(0, [1, 0, 0, 0])], "group_mean") == pytest.approx([0.75, *[-0.25] * 3])
+
+
+# --------------------------------------------------------------------------- who counts
+
+
+def test_an_unscored_trajectory_leaves_the_baseline_and_gets_no_advantage(group: Groups) -> None:
+    """B033: an unscored reward is not 0."""
+    out = advantages([group(0, [1, None, 0, 1])], "group_mean")
+    assert out == pytest.approx({"0/0": 1 / 3, "0/2": -2 / 3, "0/3": 1 / 3})
+
+
+def test_a_trajectory_without_trained_tokens_does_not_shift_its_sibling(
+    group: Groups, trajectory: Trajectories
+) -> None:
+    """B037: rewards [100, 1] with [0, 2] trained tokens."""
+    empty = trajectory(0, 0, 100.0, trained=0)
+    out = advantages([group(0, [empty, trajectory(0, 1, 1.0)])], "group_mean")
+    assert out == {"0/1": 0.0}
+
+
+def test_uneven_groups_keep_their_own_baseline_and_branches_count_once(
+    group: Groups, trajectory: Trajectories
+) -> None:
+    """B038: A = [1, 1, 0] (one lost), B = [0, 0, 0, 1]; one rollout of A has three branches."""
+    a = [trajectory(0, 0, 1.0, branches=3), trajectory(0, 1, 1.0), trajectory(0, 2, 0.0)]
+    out = advantages([group(0, a), group(1, [0, 0, 0, 1])], "group_mean")
+    assert out["0/0"] == pytest.approx(1 - 2 / 3)
+    assert out["0/2"] == pytest.approx(-2 / 3)
+    assert out["1/3"] == pytest.approx(1 - 1 / 4)
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+def test_failed_and_aborted_trajectories_are_left_out_whatever_their_reward(
+    group: Groups, trajectory: Trajectories, status: Status
+) -> None:
+    """B040: a rollout that failed is counted, and statistics ignore it."""
+    groups = [group(0, [trajectory(0, 0, 1.0, status=status), 1.0, 0.0])]
+    assert advantages(groups, "group_mean") == {"0/1": 0.5, "0/2": -0.5}
+    assert group_stats(groups)["advantage/left_out_trajectories"] == 1
+
+
+def test_a_truncated_trajectory_counts(group: Groups, trajectory: Trajectories) -> None:
+    groups = [group(0, [trajectory(0, 0, 1.0, status=Status.TRUNCATED), 0.0])]
+    assert advantages(groups, "group_mean") == {"0/0": 0.5, "0/1": -0.5}
+
+
+# --------------------------------------------------------------------------- degenerate groups
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[1.0], [1.0, None], [3.5] * 4, [0.1 + 0.2, 0.3], [0.0] * 3])
+def test_a_singleton_or_constant_group_gets_exactly_zero(
+    group: Groups, estimator: str, rewards: list[float | None]
+) -> None:
+    """B035: never the raw reward, never NaN, by no estimator."""
+    out = values([group(0, rewards)], estimator)
+    assert out == [0.0] * len(out)
+    assert zero_variance(group(0, rewards))
+
+
+def test_rewards_that_differ_a_little_are_not_equal(group: Groups) -> None:
+    assert not zero_variance(group(0, [0.5, 0.501]))
+    assert not zero_variance(group(0, [0.0, 1e-9]))
+
+
+def test_degenerate_groups_are_counted_apart(group: Groups) -> None:
+    groups = [group(0, [1.0, None]), group(1, [None]), group(2, [1, 1, 1]), group(3, [0, 1])]
+    assert group_stats(groups) == {
+        "advantage/groups": 4,
+        "advantage/singleton_groups": 1,
+        "advantage/empty_groups": 1,
+        "advantage/zero_variance_groups": 1,
+        "advantage/left_out_trajectories": 2,
+    }
+
+
+# --------------------------------------------------------------------------- invariances
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_group_sums_to_zero(group: Groups, estimator: str) -> None:
+    rng = random.Random(0)
+    for ordinal in range(50):
+        rewards = [rng.choice([0.0, 1.0, rng.gauss(0, 100)]) for _ in range(rng.randint(1, 9))]
+        out = values([group(ordinal, rewards)], estimator)
+        assert math.fsum(out) == pytest.approx(0, abs=1e-9 * max(1.0, *map(abs, out)))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_order_of_trajectories_and_of_groups_does_not_matter(
+    group: Groups, trajectory: Trajectories, estimator: str
+) -> None:
+    members = [trajectory(0, i, r) for i, r in enumerate([0.1, 0.7, 0.3, 1.0])]
+    other = group(1, [1, 0])
+    there = advantages([group(0, members), other], estimator)
+    back = advantages([other, group(0, members[::-1])], estimator)
+    assert there == back
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_adding_a_constant_to_all_rewards_changes_nothing(group: Groups, estimator: str) -> None:
+    plain = values([group(0, [0.0, 1.0, 0.5])], estimator)
+    shifted = values([group(0, [7.0, 8.0, 7.5])], estimator)
+    assert plain == pytest.approx(shifted, abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_better_reward_gets_a_larger_advantage(group: Groups, estimator: str) -> None:
+    low, high = values([group(0, [0.0, 1.0])], estimator)
+    assert low < 0 < high
+
+
+# --------------------------------------------------------------------------- hazards
+
+
+def test_a_sum_that_is_not_zero_stops_the_run(
+    group: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B039: the check runs on every call, not in tests alone."""
+    first_only = lambda rewards: [r - rewards[0] for r in rewards]  # noqa: E731
+    monkeypatch.setitem(ESTIMATORS, "group_mean", first_only)
+    with pytest.raises(ContractError, match=r"group 7 .*sum to -3, expected 0"):
+        advantages([group(7, [1, 0, 0, 0])], "group_mean")
+
+
+def test_an_estimator_that_returns_nan_stops_the_run(
+    group: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ESTIMATORS, "group_mean", lambda rewards: [math.nan] * len(rewards))
+    with pytest.raises(ContractError, match="sum to nan"):
+        advantages([group(0, [1, 0])], "group_mean")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_names_its_trajectory(group: Groups, bad: float) -> None:
+    with pytest.raises(ContractError, match=r"trajectory 0/1 of group 0 has reward"):
+        advantages([group(0, [1.0, bad])], "group_mean")
+
+
+def test_a_trajectory_that_comes_twice_is_refused(group: Groups) -> None:
+    with pytest.raises(ContractError, match="0/0 is in the batch twice"):
+        advantages([group(0, [1, 0]), group(0, [1, 0])], "group_mean")
+
+
+def test_an_unknown_estimator_suggests_the_nearest(group: Groups) -> None:
+    with pytest.raises(ConfigError, match="did you mean `rloo`"):
+        advantages([group(0, [1, 0])], "rlo")

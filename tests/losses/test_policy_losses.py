@@ -1,0 +1,205 @@
+"""Both policy losses: what must hold for each of them, whatever its shape."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from treadle.errors import ContractError
+from treadle.losses import POLICY_LOSSES, LossOutput
+
+EVERY = pytest.mark.parametrize("loss", POLICY_LOSSES)
+NAN = math.nan
+
+
+def run(
+    loss: str,
+    logp: list[float],
+    behaviour: list[float],
+    advantage: list[float],
+    trained: list[bool] | None = None,
+    *,
+    n: int | None = None,
+    **options: float,
+) -> tuple[LossOutput, Tensor]:
+    """The loss and its gradient with respect to logp."""
+    x = torch.tensor(logp, requires_grad=True)
+    mask = torch.tensor([True] * len(logp) if trained is None else trained)
+    out = POLICY_LOSSES[loss](
+        x,
+        torch.tensor(behaviour),
+        torch.tensor(advantage),
+        mask,
+        num_global_tokens=int(mask.sum()) if n is None else n,
+        **options,
+    )
+    out.loss.backward()
+    assert x.grad is not None
+    return out, x.grad
+
+
+# --------------------------------------------------------------------------- reference
+
+
+@EVERY
+def test_on_policy_gradient_is_the_plain_policy_gradient(loss: str) -> None:
+    """dL/dlogp = -A / N: right sign, right scale, whatever the loss."""
+    logp, advantage = [-0.1, -1.0, -3.0, -7.0], [1.0, -2.0, 0.5, 0.0]
+    _, grad = run(loss, logp, logp, advantage)
+    assert torch.allclose(grad, torch.tensor([-0.25, 0.5, -0.125, 0.0]))
+
+
+@EVERY
+def test_on_policy_statistics_say_so(loss: str) -> None:
+    logp = [-0.1, -1.0, -3.0, -7.0]
+    out, _ = run(loss, logp, logp, [1.0, -2.0, 0.5, 0.0])
+    stats = {name: value.item() for name, value in out.stats.items()}
+    assert stats["num_tokens"] == stats["ratio"] == stats["ratio_sq"] == 4
+    assert (stats["positive_tokens"], stats["negative_tokens"]) == (2, 1)
+    for name in ("k3", "logprob_diff", "clipped_tokens", "dropped_positive", "dropped_negative"):
+        assert stats[name] == 0
+
+
+@EVERY
+def test_statistics_by_hand(loss: str) -> None:
+    """B049: k1 per token [-.691, .309, 1.309] gives k3 [.3047, .0432, .5791]: never negative."""
+    k1 = [-0.691, 0.309, 1.309]
+    out, _ = run(loss, [-3.0 - x for x in k1], [-3.0] * 3, [1.0] * 3)
+    assert out.stats["k3"].item() == pytest.approx(0.3047 + 0.0432 + 0.5791, abs=1e-3)
+    assert out.stats["logprob_diff"].item() == pytest.approx(-sum(k1), abs=1e-5)
+
+
+@EVERY
+def test_effective_sample_size_from_the_sums(loss: str) -> None:
+    """Ratios [1, 1, 2, .5] have (sum w)^2 / (n sum w^2) = .81."""
+    out, _ = run(loss, [-2 + math.log(w) for w in (1, 1, 2, 0.5)], [-2.0] * 4, [1.0] * 4)
+    sums = {name: value.item() for name, value in out.stats.items()}
+    assert sums["ratio"] ** 2 / (4 * sums["ratio_sq"]) == pytest.approx(0.81)
+
+
+@EVERY
+def test_k3_is_not_negative_for_tiny_differences(loss: str) -> None:
+    """r - 1 - log r rounds below zero near r = 1 unless it is computed with care."""
+    steps = [10.0**-k for k in range(1, 9)]
+    for sign in (1, -1):
+        for step in steps:
+            out, _ = run(loss, [-0.5 + sign * step], [-0.5], [1.0])
+            assert out.stats["k3"].item() >= 0
+
+
+# --------------------------------------------------------------------------- invariances
+
+
+@EVERY
+def test_splitting_into_micro_batches_leaves_loss_and_gradient_unchanged(loss: str) -> None:
+    """B042: with the global N, parts add up; with local ones, 100 and 900 tokens would not."""
+    torch.manual_seed(0)
+    logp = -torch.rand(1000) * 3
+    behaviour = logp + torch.randn(1000) * 0.3
+    advantage = torch.randn(1000)
+    everything = run(loss, logp.tolist(), behaviour.tolist(), advantage.tolist(), n=1000)
+    for cut in (100, 900):
+        parts = [
+            run(loss, x.tolist(), mu.tolist(), a.tolist(), n=1000)
+            for x, mu, a in (
+                (logp[:cut], behaviour[:cut], advantage[:cut]),
+                (logp[cut:], behaviour[cut:], advantage[cut:]),
+            )
+        ]
+        total = sum(out.loss.item() for out, _ in parts)
+        assert total == pytest.approx(everything[0].loss.item(), abs=1e-5)
+        assert torch.allclose(torch.cat([g for _, g in parts]), everything[1], atol=1e-7)
+
+
+@EVERY
+def test_order_of_tokens_does_not_matter(loss: str) -> None:
+    logp, behaviour, advantage = [-1.0, -0.2, -2.0], [-1.3, -0.1, -1.8], [1.0, -1.0, 0.5]
+    there = run(loss, logp, behaviour, advantage)
+    back = run(loss, logp[::-1], behaviour[::-1], advantage[::-1])
+    assert there[0].loss.item() == pytest.approx(back[0].loss.item())
+    assert torch.allclose(there[1], back[1].flip(0))
+
+
+@EVERY
+def test_every_token_weighs_the_same_whatever_the_length_of_its_row(loss: str) -> None:
+    """B045: rows of 10 and of 100 tokens, A = -1: the same gradient for each token."""
+    _, grad = run(loss, [-1.0] * 110, [-1.0] * 110, [-1.0] * 110)
+    assert torch.allclose(grad, torch.full((110,), 1 / 110))
+
+
+@EVERY
+def test_untrained_tokens_are_in_neither_numerator_nor_denominator(loss: str) -> None:
+    """B022: two completions of four tokens, one masked, loss 1 per token: 1.0, not 0.5."""
+    trained = [True] * 4 + [False] * 4
+    out, grad = run(loss, [-1.0] * 8, [-1.0] * 8, [1.0] * 8, trained)
+    value = out.loss.item()
+    assert abs(value) == pytest.approx(1.0)
+    assert torch.allclose(grad, torch.tensor([-0.25] * 4 + [0.0] * 4))
+    assert out.stats["num_tokens"].item() == 4
+
+
+@EVERY
+def test_a_second_pass_computes_its_own_ratio(loss: str) -> None:
+    """B046: nothing of the first pass is written into its inputs."""
+    behaviour = torch.tensor([-1.0, -2.0])
+    advantage, trained = torch.tensor([1.0, -1.0]), torch.tensor([True, True])
+    kept = behaviour.clone(), advantage.clone()
+    first, second = (
+        POLICY_LOSSES[loss](
+            torch.tensor(logp), behaviour, advantage, trained, num_global_tokens=2
+        ).stats["ratio"]
+        for logp in ([-1.0, -2.0], [-1.1, -1.9])
+    )
+    assert first.item() == pytest.approx(2.0)
+    assert second.item() == pytest.approx(math.exp(-0.1) + math.exp(0.1))
+    assert torch.equal(behaviour, kept[0]) and torch.equal(advantage, kept[1])
+
+
+# --------------------------------------------------------------------------- hazards
+
+
+@EVERY
+def test_nan_on_an_untrained_token_reaches_neither_loss_nor_gradient(loss: str) -> None:
+    out, grad = run(
+        loss, [-1.0, NAN, -2.0], [-1.0, NAN, -2.0], [1.0, NAN, -1.0], [True, False, True]
+    )
+    clean, clean_grad = run(loss, [-1.0, -2.0], [-1.0, -2.0], [1.0, -1.0])
+    assert out.loss.item() == clean.loss.item()
+    assert grad.tolist() == [clean_grad[0].item(), 0.0, clean_grad[1].item()]
+    for name, value in out.stats.items():
+        assert value.item() == clean.stats[name].item(), name
+
+
+@EVERY
+@pytest.mark.parametrize("difference", [1e4, -1e4])
+def test_an_absurd_log_ratio_stays_finite(loss: str, difference: float) -> None:
+    for advantage in (1.0, -1.0):
+        out, grad = run(
+            loss, [-1e4 - 1 + max(difference, 0)], [-1e4 - 1 - min(difference, 0)], [advantage]
+        )
+        assert math.isfinite(out.loss.item()) and torch.isfinite(grad).all()
+        assert all(math.isfinite(v.item()) for v in out.stats.values())
+
+
+@EVERY
+def test_a_missing_behaviour_logprob_is_counted_and_located(loss: str) -> None:
+    with pytest.raises(ContractError, match=r"1 of 2 trained tokens .* first at index 2"):
+        run(loss, [-1.0] * 3, [-1.0, NAN, NAN], [1.0] * 3, [True, False, True])
+
+
+@EVERY
+def test_bad_lengths_and_an_empty_step_raise(loss: str) -> None:
+    with pytest.raises((ContractError, TypeCheckError)):
+        run(loss, [-1.0] * 3, [-1.0] * 2, [1.0] * 3)
+    with pytest.raises(ContractError, match="num_global_tokens must be >= 1, got 0"):
+        run(loss, [-1.0], [-1.0], [1.0], n=0)
+
+
+@EVERY
+def test_statistics_are_detached(loss: str) -> None:
+    out, _ = run(loss, [-1.0, -2.0], [-1.1, -2.0], [1.0, -1.0])
+    assert not any(value.requires_grad for value in out.stats.values())

@@ -1,0 +1,44 @@
+"""The error tree: typed, picklable, with the next step."""
+
+import pickle
+
+import pytest
+
+from treadle import errors
+
+
+def all_classes(root: type[errors.TreadleError]) -> list[type[errors.TreadleError]]:
+    return [root, *(c for child in root.__subclasses__() for c in all_classes(child))]
+
+
+@pytest.mark.parametrize("cls", all_classes(errors.TreadleError))
+def test_every_error_survives_pickling_and_is_drawn_in_the_tree(cls):
+    copy = pickle.loads(pickle.dumps(cls("what 3 of 4", hint="do this")))
+    assert type(copy) is cls
+    assert str(copy) == "what 3 of 4\nhint: do this"
+    assert cls.__name__ in (errors.__doc__ or "")
+
+
+def test_a_boundary_attributes_plain_errors_and_keeps_typed_ones():
+    with pytest.raises(errors.ToolError, match=r"tool add: ValueError: no") as caught, errors.boundary(
+        errors.ToolError, "tool add"
+    ):
+        raise ValueError("no")
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(errors.TaskError), errors.boundary(errors.ToolError, "tool add"):
+        raise errors.TaskError("inner")
+
+
+def test_a_record_keeps_class_place_and_cause():
+    try:
+        with errors.boundary(errors.RewardError, "reward correct"):
+            raise KeyError("gold")
+    except errors.RewardError as error:
+        record = errors.record(error, "reward correct")
+    assert record.kind == "RewardError"
+    assert "KeyError" in record.cause
+
+
+def test_user_mistakes_exit_with_2_and_broken_contracts_with_1():
+    assert errors.ConfigError("x").exit_code == errors.DataError("x").exit_code == 2
+    assert errors.ContractError("x").exit_code == 1

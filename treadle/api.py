@@ -1,0 +1,331 @@
+"""The public Python API, and how a config becomes a run.
+
+    import treadle as td
+
+    @td.reward
+    def correct(trajectory: td.Trajectory) -> float:
+        return float(trajectory.answer.strip() == trajectory.task.data["answer"])
+
+    run = td.train(model="smollm2-135m", tasks="data/tasks.jsonl", reward=correct, steps=60)
+    print(run.report())
+
+Guarantees: what is built here is closed here, on every way out; nothing of a run directory is
+touched before the config, the model and the task sets have been checked.
+
+Takes: a RunConfig, or the arguments of `train`. Gives: a `Run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle import machine
+from treadle.config import LoraConfig, ModelConfig, RunConfig, TasksConfig, override
+from treadle.errors import ConfigError
+from treadle.store import Store
+from treadle.types import Provenance, Reward, Trajectory
+
+if TYPE_CHECKING:
+    from treadle.loop import Observer, Parts
+    from treadle.models.load import LoadedModel
+    from treadle.models.policy import Policy
+    from treadle.render import Renderer
+    from treadle.reward import GraderPool
+
+log = logging.getLogger(__name__)
+
+RewardFunction = Callable[[Trajectory], "float | Mapping[str, float]"]
+
+
+def reward(function: RewardFunction) -> RewardFunction:
+    """Mark a function of a trajectory as a reward; it runs in a killable worker process.
+
+    It returns a number (finite), or a mapping with "score" and named parts. Raising, returning
+    None or not finishing leaves the trajectory unscored, which is not 0.
+    """
+    if not callable(function):
+        raise ConfigError(f"@td.reward marks a function, got {function!r}")
+    return function
+
+
+def train(
+    *,
+    model: str = "smollm2-135m",
+    tasks: str | TasksConfig | Sequence[TasksConfig],
+    reward: RewardFunction | str | None = None,
+    steps: int = 30,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    lora: LoraConfig | None = LoraConfig(),
+    config: RunConfig | None = None,
+    settings: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> Run:
+    """Train a model on tasks and return the finished run.
+
+    Args:
+        model: a known name, a Hugging Face directory, or a hub id.
+        tasks: a path to a JSONL file, "reasoning_gym:FAMILY", or TasksConfigs.
+        reward: what trains; None = the task set's own strict score.
+        run_dir: None = runs/{config.name}.
+        resume: go on with the run in `run_dir`.
+        lora: None trains every parameter.
+        config: defaults for everything not named here.
+        settings: `a.b=c` overrides, applied last.
+        observer: called as (kind, data) on the event loop.
+
+    Raises a TreadleError of the stage that failed; the store keeps everything until then.
+    """
+    base = config or RunConfig()
+    sets = (tasks,) if isinstance(tasks, str | TasksConfig) else tuple(tasks)
+    named = reward if isinstance(reward, str) else None
+    resolved = replace(
+        base,
+        steps=steps,
+        model=replace(base.model, name=model, lora=lora),
+        tasks=tuple(_tasks_config(t, named) for t in sets),
+    )
+    resolved = override(resolved, settings)
+    directory = Path(run_dir) if run_dir is not None else Path("runs") / resolved.name
+    run_config(
+        resolved,
+        directory,
+        resume=resume,
+        reward=None if isinstance(reward, str) else reward,
+        observer=observer,
+    )
+    return Run(directory)
+
+
+def _tasks_config(tasks: str | TasksConfig, reward: str | None) -> TasksConfig:
+    if isinstance(tasks, str):
+        source = tasks if ":" in tasks and not Path(tasks).exists() else f"jsonl:{tasks}"
+        tasks = TasksConfig(source=source)
+    return tasks if reward is None else replace(tasks, reward=reward)
+
+
+class Run:
+    """A run directory, for reading. Opens its store only while it is asked."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def store(self) -> Store:
+        """The ledger, read-only; close it, or use it as a context manager."""
+        return Store.open(self.path, readonly=True)
+
+    def results(self) -> dict[str, Any]:
+        """The report as JSON values: `eval.before`, `eval.after`, `eval.gain`, curves, costs."""
+        from treadle.evals.report import summarise
+
+        with self.store() as store:
+            return summarise(store)
+
+    def report(self) -> str:
+        """The report as text."""
+        from treadle.evals.report import as_text
+
+        return as_text(self.results())
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+# --------------------------------------------------------------------------- from config to run
+
+
+def run_config(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    reward: RewardFunction | None = None,
+    observer: Observer | None = None,
+) -> None:
+    """Run a config to its end in `run_dir`. See `train` for errors.
+
+    `reward` replaces the rewards that the task sets name.
+    """
+    tuning = machine.tune()
+    from treadle.loop import Controller
+
+    if not config.tasks:
+        raise ConfigError(
+            "no task set is configured: `tasks` is empty",
+            hint='e.g. --set \'tasks=[{"source": "jsonl:data/tasks.jsonl"}]\'',
+        )
+
+    async def main() -> None:
+        async with _parts(config, reward) as (parts, provenance):
+            facts = asdict(machine.facts()) | {"tuning": asdict(tuning)}
+            with _store(config, run_dir, resume, provenance, facts) as store:
+                controller = Controller(config, parts, store, observer or (lambda k, d: None))
+                try:
+                    await _interruptible(controller.run())
+                except (KeyboardInterrupt, asyncio.CancelledError):
+                    store.finish("interrupted")
+                    raise
+                except BaseException as error:
+                    store.add_event("failed", {"error": str(error), "kind": type(error).__name__})
+                    store.finish("failed", str(error))
+                    raise
+                store.finish("finished")
+
+    asyncio.run(main())
+
+
+async def _interruptible(work: Awaitable[None]) -> None:
+    """SIGTERM ends a run like Ctrl-C: everything committed stays, --resume goes on."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await task
+    finally:
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _store(
+    config: RunConfig,
+    run_dir: Path,
+    resume: bool,
+    provenance: Mapping[str, Provenance],
+    facts: Mapping[str, Any],
+) -> Store:
+    if not resume:
+        return Store.create(run_dir, config, provenance=provenance, facts=facts)
+    store = Store.open(run_dir, readonly=False, facts=facts)
+    try:
+        done = store.frontier().step
+        check_resumable(store.config(), config, done)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def check_resumable(stored: RunConfig, wanted: RunConfig, done: int) -> None:
+    """A run goes on with the config that it began with; only its length may change (B079).
+
+    Raises ConfigError: another setting differs, or the target is already reached.
+    """
+    if replace(stored, steps=wanted.steps) != wanted:
+        raise ConfigError(
+            "a resumed run keeps its settings; only `steps` may differ",
+            hint="start a new run directory for other settings",
+        )
+    if wanted.steps < done:
+        raise ConfigError(
+            f"the run has {done} steps already, and {wanted.steps} are asked for",
+            hint=f"--set steps={done + 10} trains 10 more",
+        )
+
+
+@contextlib.asynccontextmanager
+async def _parts(
+    config: RunConfig, reward: RewardFunction | None
+) -> AsyncIterator[tuple[Parts, dict[str, Provenance]]]:
+    """Build every stage, check what can be checked before a token is sampled, close them all."""
+    from treadle.harness import harness_named
+    from treadle.loop import Parts
+    from treadle.reward import GraderPool
+    from treadle.sampler.engine import Engine
+    from treadle.tasks.mix import open_mix
+    from treadle.tools import load_tools
+    from treadle.train import Trainer
+    from treadle.weights.publish import Publisher
+
+    mix = open_mix(config.tasks, config.seed)
+    loaded = load_model(config.model)
+    renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
+    tools = load_tools(config.rollout.tools)
+    policy = policy_of(loaded, config)
+    rows = config.rollout.group_size * config.rollout.groups_per_step * (config.schedule.eta + 1)
+    provenance = {"model": loaded.provenance} | {
+        f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)
+    }
+    with GraderPool() as pool:
+        async with Engine(policy, max_rows=min(rows, 256)) as engine:
+            grades = _grades(config, reward, pool)
+            yield (
+                Parts(
+                    policy=policy,
+                    engine=engine,
+                    renderer=renderer,
+                    trainer=Trainer(policy, config.learn, seed=config.seed),
+                    publisher=Publisher(),
+                    mix=mix,
+                    harness=harness_named(config.rollout.harness),
+                    tools=tools,
+                    reward=grades[0],
+                    score=grades[1],
+                ),
+                provenance,
+            )
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """The model of a config; `tiny-pretrained` is trained on first use."""
+    from treadle.models import load as loading
+
+    if config.name == "tiny-pretrained":
+        from treadle.train.pretrain import ensure_tiny_pretrained
+
+        ensure_tiny_pretrained()
+    return loading.load(config.name, max_context=config.max_context)
+
+
+def policy_of(loaded: LoadedModel, config: RunConfig) -> Policy:
+    """The policy of a config on this machine's device, in the dtype it runs fastest."""
+    import torch
+
+    from treadle.models.policy import Policy
+
+    probe = machine.probe()
+    name = probe.dtype if config.model.dtype == "auto" else config.model.dtype
+    return Policy(
+        loaded,
+        lora=config.model.lora,
+        dtype=getattr(torch, name),
+        device=probe.device,
+        seed=config.seed,
+    )
+
+
+def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:
+    """The model's renderer, its chat template checked. Says in the log what it cannot splice."""
+    from treadle.render import Renderer
+
+    renderer = Renderer(loaded.tokenizer, loaded.stop_ids)
+    report = renderer.check()
+    report.require(tools=tools)
+    for problem in report.problems:
+        log.warning("chat template of %s: %s", loaded.path, problem)
+    return renderer
+
+
+def _grades(
+    config: RunConfig, reward: RewardFunction | None, pool: GraderPool
+) -> tuple[Callable[[Trajectory], Awaitable[Reward]], Callable[[Trajectory], Awaitable[Reward]]]:
+    """The reward that trains, and the task sets' own strict scores that evaluate (B053)."""
+    from treadle.reward import grader_of
+
+    def graded(function: Any) -> Callable[[Trajectory], Awaitable[Reward]]:
+        async def grade(trajectory: Trajectory) -> Reward:
+            return await pool.score(function, trajectory, config.rollout.reward_limit_s)
+
+        return grade
+
+    strict = grader_of([replace(t, reward="score") for t in config.tasks], config.seed)
+    return graded(reward or grader_of(config.tasks, config.seed)), graded(strict)
+
+
+__all__ = ["Run", "check_resumable", "reward", "run_config", "train"]

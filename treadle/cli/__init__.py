@@ -1,0 +1,7 @@
+"""The command line: thin, one file per command.
+
+Every command takes `--json` and then prints one JSON document on stdout; logs and progress go
+to stderr. Exit 0 = done, 1 = a run failed, 2 = bad usage, 130 = interrupted.
+
+Takes: arguments. Gives: text or JSON on stdout, an exit code.
+"""

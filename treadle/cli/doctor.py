@@ -1,0 +1,31 @@
+"""`treadle doctor`: what this machine has and what Treadle chose because of it."""
+
+from __future__ import annotations
+
+import argparse
+
+from treadle import machine
+from treadle.cli.output import print_json, print_table
+
+EXAMPLE = "example:\n  treadle doctor --json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--network", action="store_true", help="also see whether the model hub can be reached"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    tuning = machine.tune()
+    from treadle.cli.diagnosis import diagnose
+
+    result = diagnose(tuning, network=args.network)
+    if args.json:
+        print_json(result)
+    else:
+        print_table(
+            ["", "check", "found", "hint"],
+            [(c["status"], c["name"], c["detail"], c["hint"]) for c in result["checks"]],
+        )
+    return 0

@@ -1,0 +1,411 @@
+"""Run configuration: frozen dataclasses with units, one override path.
+
+Guarantees: an unknown key, a wrong type or a contradiction is a ConfigError that names the key,
+the value and the nearest known key; nothing is ignored. The resolved config round-trips
+through JSON, so the store holds exactly what ran.
+
+    RunConfig
+    |-- model      ModelConfig       what is trained, LoRA or full
+    |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
+    |-- rollout    RolloutConfig     group size, harness, limits, sampling
+    |-- learn      LearnConfig       advantage, loss, optimiser, micro-batches
+    |-- schedule   ScheduleConfig    eta, max_lag
+    |-- eval       EvalConfig        held-out questions and samples
+    `-- store      StoreConfig       checkpoints and retention
+
+Takes: a recipe's RunConfig and `--set a.b=c` strings. Gives: a checked RunConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from treadle.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    rank: int = 8
+    """1..64 are tested; all linear layers except the head get an adapter."""
+    alpha: float = 16.0
+    """The update is scaled by alpha / rank."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.rank <= 512, "model.lora.rank", self.rank, "between 1 and 512")
+        _require(self.alpha > 0, "model.lora.alpha", self.alpha, "> 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    name: str = "smollm2-135m"
+    """A known name (`treadle models`), a local Hugging Face directory, or a hub id."""
+    lora: LoraConfig | None = field(default_factory=LoraConfig)
+    """None trains every parameter."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype of forward and backward; weights and updates are kept in float32.
+    auto = bfloat16 where this machine runs it faster (`treadle doctor`)."""
+    max_context: int = 2048
+    """Tokens per sequence, prompt included; bounded by the model's own limit."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_context >= 8, "model.max_context", self.max_context, ">= 8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TasksConfig:
+    source: str = ""
+    """"jsonl:PATH" or "reasoning_gym:FAMILY"."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the source, e.g. a reasoning-gym family's difficulty; checked by the source."""
+    system: str = ""
+    """System message put before each task; empty = none."""
+    ratio: float = 1.0
+    """Share of the groups relative to the other task sets."""
+    reward: str = "score"
+    """"score" (the task set's strict score), "lenient", or "module:function"."""
+
+    def __post_init__(self) -> None:
+        _require(self.ratio > 0, "tasks.ratio", self.ratio, "> 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    group_size: int = 8
+    """Trajectories per task; the advantage is centred over them."""
+    groups_per_step: int = 8
+    """Groups that one optimiser step trains on."""
+    harness: Literal["single_turn", "tool_loop"] = "single_turn"
+    tools: tuple[str, ...] = ()
+    """"module:function" each; typed signatures become JSON schemas."""
+    max_new_tokens: int = 48
+    """Per turn."""
+    max_turns: int = 8
+    temperature: float = 1.0
+    time_limit_s: float = 300.0
+    """Wall clock per trajectory, grading not included; then it is ABORTED."""
+    reward_limit_s: float = 10.0
+    """Wall clock per grading call, counted from the start of the work, not of the queue."""
+    max_draws: int = 30
+    """A step gives up after drawing max_draws x groups_per_step groups without filling."""
+
+    def __post_init__(self) -> None:
+        _require(self.group_size >= 1, "rollout.group_size", self.group_size, ">= 1")
+        _require(self.groups_per_step >= 1, "rollout.groups_per_step", self.groups_per_step, ">= 1")
+        _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, ">= 1")
+        _require(self.max_turns >= 1, "rollout.max_turns", self.max_turns, ">= 1")
+        _require(self.max_draws >= 1, "rollout.max_draws", self.max_draws, ">= 1")
+        _require(self.time_limit_s > 0, "rollout.time_limit_s", self.time_limit_s, "> 0")
+        _require(self.reward_limit_s > 0, "rollout.reward_limit_s", self.reward_limit_s, "> 0")
+        _require(
+            self.temperature > 0,
+            "rollout.temperature",
+            self.temperature,
+            "> 0: a greedy rollout has no behaviour distribution to learn from",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnConfig:
+    advantage: Literal["group_mean", "rloo", "grpo"] = "group_mean"
+    loss: Literal["cispo", "ppo_clip"] = "cispo"
+    lr: float = 3e-4
+    """Peak learning rate. LoRA wants about 10x the rate of full fine-tuning."""
+    warmup_steps: int = 0
+    """Linear from lr / warmup_steps; then constant."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Global norm; 0 = off."""
+    micro_tokens: int = 4096
+    """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
+    zero_variance: Literal["drop", "keep"] = "drop"
+    """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
+    parity_stop: float = 0.0
+    """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
+    0 = 1e-3 in float32 and 2.5e-2 in bfloat16."""
+    max_nan_steps: int = 3
+    """Consecutive non-finite steps that end the run."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "learn.lr", self.lr, "> 0")
+        _require(self.warmup_steps >= 0, "learn.warmup_steps", self.warmup_steps, ">= 0")
+        _require(self.grad_clip >= 0, "learn.grad_clip", self.grad_clip, ">= 0")
+        _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    eta: int = 0
+    """Steps that generation may run ahead of training: 0 = synchronous."""
+    max_lag: int = 0
+    """Largest lag of a trained group, in versions; >= eta."""
+
+    def __post_init__(self) -> None:
+        _require(self.eta >= 0, "schedule.eta", self.eta, ">= 0")
+        _require(self.max_lag >= self.eta, "schedule.max_lag", self.max_lag, f">= eta = {self.eta}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    questions: int = 64
+    """Distinct held-out questions per task set; 0 = no evals."""
+    samples: int = 4
+    """Samples per question, at the rollout's temperature."""
+    split: str = "val"
+    every: int = 0
+    """Steps between evals during the run; 0 = before and after only."""
+
+    def __post_init__(self) -> None:
+        _require(self.questions >= 0, "eval.questions", self.questions, ">= 0")
+        _require(self.samples >= 1, "eval.samples", self.samples, ">= 1")
+        _require(self.every >= 0, "eval.every", self.every, ">= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    checkpoint_every: int = 10
+    """Steps; later steps are re-applied from their stored samples on resume."""
+    keep_checkpoints: int = 2
+    max_gib: float = 20.0
+    """A run directory larger than this stops the run before the next checkpoint."""
+
+    def __post_init__(self) -> None:
+        _require(self.checkpoint_every >= 1, "store.checkpoint_every", self.checkpoint_every, ">= 1")
+        _require(self.keep_checkpoints >= 1, "store.keep_checkpoints", self.keep_checkpoints, ">= 1")
+        _require(self.max_gib > 0, "store.max_gib", self.max_gib, "> 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    name: str = "run"
+    """The default run directory is runs/{name}."""
+    steps: int = 30
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: tuple[TasksConfig, ...] = ()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, "steps", self.steps, ">= 1")
+        if self.rollout.group_size < 2:
+            raise ConfigError(
+                f"rollout.group_size is {self.rollout.group_size}, but advantage "
+                f"`{self.learn.advantage}` compares the trajectories of a group: with one "
+                "trajectory every advantage is 0 and nothing is learnt",
+                hint="set rollout.group_size to 2 or more, e.g. --set rollout.group_size=8",
+            )
+        if self.rollout.harness == "single_turn" and self.rollout.tools:
+            raise ConfigError(
+                f"rollout.tools names {len(self.rollout.tools)} tools, but harness "
+                "`single_turn` never calls one",
+                hint="--set rollout.harness=tool_loop",
+            )
+
+
+def _require(ok: bool, key: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"`{key}` must be {rule}, got {value!r}")
+
+
+# --------------------------------------------------------------------------- override
+
+
+def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
+    """Apply `a.b=c` strings in order. `tasks.0.ratio=2` reaches into a tuple.
+
+    Values are read as JSON where they parse as JSON, else as text; then checked against the
+    field's type. Raises ConfigError naming key, value, and the nearest known key. Cross-field
+    checks see all assignments at once, so their order does not matter.
+    """
+    tree = to_dict(config)
+    for assignment in assignments:
+        key, eq, text = assignment.partition("=")
+        if not eq:
+            raise ConfigError(
+                f"`{assignment}` is not an assignment", hint="write --set rollout.group_size=4"
+            )
+        _assign(tree, key.strip(), _parse(text), origin=f"--set {assignment}")
+    return from_dict(tree)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"none": None, "None": None, "True": True, "False": False}.get(text, text)
+
+
+def _assign(tree: Any, key: str, value: Any, origin: str) -> None:
+    parts = key.split(".")
+    node = tree
+    cls: Any = RunConfig
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        here = ".".join(parts[: depth + 1])
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise ConfigError(
+                    f"`{here}` is not an entry of a list of {len(node)} (set by {origin})"
+                )
+            if last:
+                node[int(part)] = value
+                return
+            node, cls = node[int(part)], _element(cls)
+            continue
+        fields = _fields(cls)
+        if fields is None:  # a free dict such as tasks.N.options
+            if last:
+                node[part] = value
+                return
+            node = node.setdefault(part, {})
+            continue
+        if part not in fields:
+            raise ConfigError(
+                f"unknown config key `{here}` (set by {origin})",
+                hint=_suggest(part, ".".join(parts[:depth]), fields),
+            )
+        cls = fields[part]
+        if last:
+            node[part] = value
+            return
+        if node[part] is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"`{here}` has no part `{parts[depth + 1]}` (set by {origin})")
+
+
+def _element(cls: Any) -> Any:
+    args = typing.get_args(cls)
+    return args[0] if args else Any
+
+
+def _fields(cls: Any) -> dict[str, Any] | None:
+    for option in _options(cls):
+        if dataclasses.is_dataclass(option):
+            return typing.get_type_hints(option)
+    return None
+
+
+def _options(cls: Any) -> tuple[Any, ...]:
+    if typing.get_origin(cls) in (typing.Union, types.UnionType):
+        return typing.get_args(cls)
+    return (cls,)
+
+
+def _suggest(part: str, section: str, fields: dict[str, Any]) -> str:
+    """The nearest key here, or the section where this very key lives."""
+    elsewhere = [k for k in all_keys() if k.rsplit(".", 1)[-1] == part]
+    if elsewhere:
+        return "did you mean " + " or ".join(f"`{k}`" for k in elsewhere) + "?"
+    prefix = f"{section}." if section else ""
+    return did_you_mean(prefix + part, {prefix + f for f in fields} | set(all_keys()))
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of a RunConfig; lists are shown with index 0."""
+
+    def walk(cls: Any, prefix: str) -> list[str]:
+        out: list[str] = []
+        for name, kind in typing.get_type_hints(cls).items():
+            key = f"{prefix}{name}"
+            out.append(key)
+            inner, suffix = kind, ""
+            if typing.get_origin(kind) is tuple:
+                inner, suffix = _element(kind), ".0"
+            for option in _options(inner):
+                if dataclasses.is_dataclass(option):
+                    out += walk(option, f"{key}{suffix}.")
+        return out
+
+    return walk(RunConfig, "")
+
+
+# --------------------------------------------------------------------------- JSON
+
+
+def to_dict(config: Any) -> Any:
+    """Plain JSON values; tuples become lists."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [to_dict(v) for v in config]
+    if isinstance(config, dict):
+        return {k: to_dict(v) for k, v in config.items()}
+    return config
+
+
+def from_dict(tree: dict[str, Any]) -> RunConfig:
+    """The inverse of `to_dict`; missing keys take their defaults, unknown ones raise."""
+    return _build(RunConfig, tree, "")
+
+
+def _build(cls: type[T], tree: Any, key: str) -> T:
+    hints = typing.get_type_hints(cls)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"`{key}` must be a section with keys, got {tree!r}")
+    for name in tree:
+        if name not in hints:
+            where = f"{key}.{name}" if key else name
+            raise ConfigError(f"unknown config key `{where}`", hint=_suggest(name, key, hints))
+    values = {
+        name: _convert(hints[name], value, f"{key}.{name}" if key else name)
+        for name, value in tree.items()
+    }
+    return cls(**values)
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    """Check `value` against a field's type; ints pass as floats, lists as tuples."""
+    for option in _options(kind):
+        origin = typing.get_origin(option)
+        if option is Any or (option is type(None) and value is None):
+            return value
+        if dataclasses.is_dataclass(option) and isinstance(value, dict):
+            return _build(typing.cast(type, option), value, key)
+        if origin is Literal and value in typing.get_args(option):
+            return value
+        if origin is tuple and isinstance(value, list | tuple):
+            args = typing.get_args(option)
+            if len(args) == 2 and args[1] is Ellipsis:
+                return tuple(_convert(args[0], v, f"{key}.{i}") for i, v in enumerate(value))
+            if len(args) == len(value):
+                pairs = zip(args, value, strict=True)
+                return tuple(_convert(a, v, f"{key}.{i}") for i, (a, v) in enumerate(pairs))
+        if origin is dict and isinstance(value, dict):
+            return dict(value)
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if option is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if option in (str, bool) and isinstance(value, option):
+            return value
+    raise ConfigError(f"`{key}` must be {_describe(kind)}, got {value!r}")
+
+
+def _describe(kind: Any) -> str:
+    names = []
+    for option in _options(kind):
+        if typing.get_origin(option) is Literal:
+            names.append("one of " + ", ".join(f"`{v}`" for v in typing.get_args(option)))
+        elif dataclasses.is_dataclass(option):
+            names.append("a section")
+        elif option is type(None):
+            names.append("null")
+        elif typing.get_origin(option) is tuple:
+            names.append("a list")
+        else:
+            names.append({int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(option, str(option)))
+    return " or ".join(names)

@@ -1,0 +1,1 @@
+"""Measuring: held-out evaluations, intervals, the report of a run."""

@@ -1,0 +1,446 @@
+"""The controller: the one file that knows every stage.
+
+           ordinal               Group                 Samples            version
+    tasks --------> [generate] --------> ready -----> [learn] --> commit --> publish
+                        ^                                            |
+                        +---------------- admission <----------------+
+
+    generate   takes: the next ordinal of the task stream. waits for: admission, woken by a group
+               that is dropped or a version that is published. gives: a judged group, stored.
+    learn      takes: N ready groups, oldest version first. waits for: groups to finish, woken by
+               each; at most as long as a group may take. gives: a committed step, a new version.
+
+Synchronous training is this loop with eta = 0. Guarantees:
+- every started ordinal ends trained or dropped (with a reason), or stays pending in the ledger;
+- a step exists once its one transaction is committed; resume reads the ledger and nothing else:
+  the newest complete checkpoint, then later committed steps re-applied from stored samples;
+- every wait is bounded and ends with its cause; an error anywhere ends the run with that error.
+
+Takes: `Parts`, built by `api`. Gives: a `Store` that holds everything a user sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.advantage import advantages, group_stats, zero_variance
+from treadle.batch import samples as to_samples
+from treadle.config import RunConfig
+from treadle.errors import ContractError, DataError
+from treadle.evals.evaluate import evaluate, questions
+from treadle.harness import Harness
+from treadle.models.policy import Policy
+from treadle.render import Renderer
+from treadle.rollout import group_metrics, run_group
+from treadle.sampler.engine import Engine
+from treadle.schedule import Progress, Ready, may_start, next_batch
+from treadle.store import Span, Store
+from treadle.tasks.mix import Mix
+from treadle.tools import Tools
+from treadle.train import StepResult, Trainer
+from treadle.types import Group, Reward, Task, Trajectory
+from treadle.weights.publish import Publisher
+from treadle.weights.restore import restore_run, save_run
+
+log = logging.getLogger(__name__)
+
+Grade = Callable[[Trajectory], Awaitable[Reward]]
+Observer = Callable[[str, Mapping[str, Any]], None]
+"""Told of "group", "step", "eval", "checkpoint", "resume"; must not block."""
+
+PATIENCE_S = 120.0
+"""Beyond the limits of a trajectory: for queueing, retries and a slow machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything a run is made of; built and closed by the caller."""
+
+    policy: Policy
+    engine: Engine
+    renderer: Renderer
+    trainer: Trainer
+    publisher: Publisher
+    mix: Mix
+    harness: Harness
+    tools: Tools
+    reward: Grade
+    """What trains."""
+    score: Grade
+    """The task sets' own strict scores, which evaluate."""
+
+
+@dataclass
+class _State:
+    """What the two sides share; touched on the event loop only."""
+
+    progress: Progress = field(default_factory=Progress)
+    running: dict[int, Ready] = field(default_factory=dict)
+    ready: dict[int, Group] = field(default_factory=dict)
+    again: list[int] = field(default_factory=list)
+    """Ordinals in flight when an earlier process died: started before new ones."""
+    next_ordinal: int = 0
+    step: int = 0
+    """Committed steps."""
+    version: int = 0
+    drawn: int = 0
+    """Groups finished since the last step, for the bound on refills."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why groups were dropped since the last step."""
+    recent: list[Group] = field(default_factory=list)
+    """Groups finished since the last step, dropped ones too: what metrics are about."""
+
+
+class Controller:
+    """Runs one RunConfig to its end. One per process and run directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        store: Store,
+        observer: Observer = lambda kind, data: None,
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.store = store
+        self.observe = observer
+        self._state = _State()
+        self._changed = asyncio.Condition()
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Evaluate, train `config.steps` steps in all, evaluate. Resumes what the ledger holds.
+
+        Raises the first error of any stage after the others have been cancelled.
+        """
+        self._restore()
+        if self._state.step == 0:
+            await self._evaluate()
+        if self._state.step < self.config.steps:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    generate = tasks.create_task(self._generate(tasks))
+                    await self._learn()
+                    generate.cancel()
+            except BaseExceptionGroup as group:
+                raise _first(group) from group
+        await self._evaluate()
+
+    def _restore(self) -> None:
+        """Weights, optimiser and cursor as the ledger says."""
+        state, frontier = self._state, self.store.frontier()
+        if frontier.step:
+            self._restore_weights(frontier.step)
+        state.step, state.version = frontier.step, frontier.version
+        state.next_ordinal = frontier.next_ordinal
+        state.again = list(frontier.returned)
+        state.ready = {g.ordinal: g for g in self.store.groups(state="published")}
+        state.progress = Progress(
+            started=frontier.num_started,
+            dropped=frontier.num_dropped,
+            published=frontier.num_trained,
+        )
+        if state.version:
+            self.parts.publisher.publish(self.parts.policy, self.parts.engine, state.version)
+
+    def _restore_weights(self, last: int) -> None:
+        found = restore_run(
+            self.store.run_dir, self.parts.policy, self.parts.trainer, committed=last
+        )
+        first = 0 if found.checkpoint is None else found.checkpoint.step
+        self.observe("resume", {"checkpoint": first, "step": last, "skipped": found.skipped})
+        for step in range(first + 1, last + 1):
+            samples = self.store.samples_of_step(step)
+            self.parts.trainer.step(samples, step=step - 1)
+            self.observe("reapply", {"step": step, "last": last})
+
+    # ------------------------------------------------------------------ generate
+
+    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
+        config, state = self.config, self._state
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._may_start)
+            ordinal = state.again.pop(0) if state.again else state.next_ordinal
+            state.next_ordinal = max(state.next_ordinal, ordinal + 1)
+            task = await asyncio.to_thread(self.parts.mix.task, ordinal)
+            self.store.start_group(ordinal, task)
+            state.progress = Progress(
+                started=state.progress.started + 1,
+                dropped=state.progress.dropped,
+                published=state.progress.published,
+            )
+            state.running[ordinal] = Ready(ordinal=ordinal, version=state.version)
+            tasks.create_task(self._group(ordinal, task), name=f"group {ordinal}")
+            # Groups that start together prefill together: let admission see this one first.
+            await asyncio.sleep(0)
+            self._check_draws(config)
+
+    def _may_start(self) -> bool:
+        return may_start(
+            self._state.progress,
+            groups_per_step=self.config.rollout.groups_per_step,
+            eta=self.config.schedule.eta,
+            total_steps=self.config.steps,
+        )
+
+    async def _group(self, ordinal: int, task: Task) -> None:
+        """Generate, judge and file one group."""
+        parts, state = self.parts, self._state
+        group = await run_group(
+            task,
+            ordinal,
+            self.config.rollout.group_size,
+            sampler=parts.engine,
+            renderer=parts.renderer,
+            harness=parts.harness,
+            tools=parts.tools,
+            config=self.config.rollout,
+            max_context=parts.policy.shape.max_context,
+            seed=self.config.seed,
+            grade=parts.reward,
+        )
+        reason = self._drop_reason(group)
+        if reason:
+            self.store.drop_group(ordinal, reason, group)
+            state.progress = Progress(
+                started=state.progress.started,
+                dropped=state.progress.dropped + 1,
+                published=state.progress.published,
+            )
+            state.reasons[reason] = state.reasons.get(reason, 0) + 1
+        else:
+            self.store.publish_group(group)
+            state.ready[ordinal] = group
+        del state.running[ordinal]
+        state.drawn += 1
+        state.recent.append(group)
+        self.observe("group", {"group": group, "dropped": reason, "ready": len(state.ready)})
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _drop_reason(self, group: Group) -> str:
+        """Why a group teaches nothing; each cause has its own words (B142)."""
+        if not group.scored:
+            if all(t.error is not None for t in group.trajectories):
+                kinds = sorted({t.error.kind for t in group.trajectories if t.error})
+                return f"every trajectory failed: {', '.join(kinds)}"
+            if not any(t.num_trained_tokens for t in group.trajectories):
+                return "no trajectory has a trained token"
+            return "no trajectory was scored"
+        if len(group.scored) == 1:
+            return "only one trajectory was scored"
+        if self.config.learn.zero_variance == "drop" and zero_variance(group):
+            return "all rewards are equal"
+        return ""
+
+    def _check_draws(self, config: RunConfig) -> None:
+        """B094: refills are bounded, and the end says what the rewards were."""
+        state = self._state
+        limit = config.rollout.max_draws * config.rollout.groups_per_step
+        if state.drawn < limit:
+            return
+        values = [t.reward.value for g in state.recent for t in g.scored]
+        known = [v for v in values if v is not None]
+        mean = f"mean reward {sum(known) / len(known):.3f}" if known else "none was scored"
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in state.reasons.items())
+        raise DataError(
+            f"step {state.step + 1} drew {state.drawn} groups and only {len(state.ready)} of the "
+            f"{config.rollout.groups_per_step} it needs can teach ({reasons}; {mean})",
+            hint="make the tasks easier or harder or the reward finer, or raise "
+            "rollout.group_size; `treadle tasks validate` shows what a task set pays",
+        )
+
+    # ------------------------------------------------------------------ learn
+
+    async def _learn(self) -> None:
+        state, every = self._state, self.config.eval.every
+        while state.step < self.config.steps:
+            started = time.time()
+            ordinals = await self._next_batch()
+            groups = [state.ready[o] for o in ordinals]
+            generated = time.time()
+            result, samples = await self._train(groups)
+            trained = time.time()
+            step = state.step + 1
+            metrics = self._metrics(result, groups, started, generated, trained)
+            self.store.commit_step(
+                step,
+                version=step,
+                ordinals=ordinals,
+                samples=samples,
+                metrics=metrics,
+                skipped=result.skipped,
+                reason=result.reason,
+            )
+            for ordinal in ordinals:
+                del state.ready[ordinal]
+            state.step = step
+            if step % self.config.store.checkpoint_every == 0 or step == self.config.steps:
+                await self._save(step)
+            await asyncio.to_thread(
+                self.parts.publisher.publish, self.parts.policy, self.parts.engine, step
+            )
+            state.version = step
+            self._spans(step, generate=started, train=generated, commit=trained)
+            self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})
+            state.drawn, state.reasons, state.recent = 0, {}, []
+            if every and step % every == 0 and step < self.config.steps:
+                await self._evaluate()
+            state.progress = Progress(
+                started=state.progress.started,
+                dropped=state.progress.dropped,
+                published=state.progress.published + len(ordinals),
+            )
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _next_batch(self) -> tuple[int, ...]:
+        """Wait for N groups; at most as long as one group may take since the last event."""
+        state, rollout = self._state, self.config.rollout
+        limit = rollout.time_limit_s + rollout.reward_limit_s * rollout.group_size + PATIENCE_S
+
+        def batch() -> tuple[int, ...] | None:
+            return next_batch(
+                [Ready(ordinal=g.ordinal, version=g.version) for g in state.ready.values()],
+                state.running.values(),
+                groups_per_step=rollout.groups_per_step,
+                version=state.version,
+                max_lag=self.config.schedule.max_lag,
+            )
+
+        while (found := batch()) is None:
+            finished = state.drawn
+
+            def news(finished: int = finished) -> bool:
+                return state.drawn != finished
+
+            try:
+                async with self._changed, asyncio.timeout(limit):
+                    await self._changed.wait_for(news)
+            except TimeoutError:
+                raise ContractError(
+                    f"step {state.step + 1}: no group finished for {limit:.0f} s; running: "
+                    f"{sorted(state.running) or 'none'}, ready: {len(state.ready)} of "
+                    f"{rollout.groups_per_step}",
+                    hint="an engine or a grader is stuck beyond its own limits",
+                ) from None
+        return found
+
+    async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
+        step = self._state.step
+        values = advantages(groups, self.config.learn.advantage)
+        samples = to_samples(groups, values)
+        result = await asyncio.to_thread(
+            self.parts.trainer.step,
+            samples,
+            step=step,
+            version=self._state.version,
+            guard=step == 0,
+        )
+        if result.skipped:
+            self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
+            log.warning("step %d was skipped: %s", step + 1, result.reason)
+        return result, samples
+
+    def _metrics(
+        self,
+        result: StepResult,
+        groups: Sequence[Group],
+        started: float,
+        generated: float,
+        trained: float,
+    ) -> dict[str, float]:
+        """Of the step, and of everything generated for it, dropped groups included."""
+        state = self._state
+        recent = state.recent or list(groups)
+        tokens = sum(t.num_sampled_tokens for g in recent for t in g.trajectories)
+        seconds = max(generated - started, 1e-9)
+        return (
+            dict(result.metrics)
+            | group_metrics(recent)
+            | group_stats(groups)
+            | {
+                "groups/trained": float(len(groups)),
+                "groups/dropped": float(sum(state.reasons.values())),
+                "time/generate_s": generated - started,
+                "time/train_s": trained - generated,
+                "generate/tokens_per_s": tokens / seconds,
+            }
+        )
+
+    async def _save(self, step: int) -> None:
+        saved = await asyncio.to_thread(
+            save_run,
+            self.store.run_dir,
+            step,
+            self.parts.policy,
+            self.parts.trainer,
+            keep=self.config.store.keep_checkpoints,
+            max_gib=self.config.store.max_gib,
+        )
+        self.store.add_checkpoint(saved.record)
+        self.observe("checkpoint", {"step": step, "path": saved.record.path})
+
+    def _spans(self, step: int, **started_at: float) -> None:
+        """Store consecutive stages by their start; the last one ends now."""
+        starts = [*started_at.items(), ("", time.time())]
+        self.store.add_spans(
+            [
+                Span(step=step, stage=stage, started_at=start, duration_s=end - start)
+                for (stage, start), (_, end) in itertools.pairwise(starts)
+            ]
+        )
+
+    # ------------------------------------------------------------------ evaluate
+
+    async def _evaluate(self) -> None:
+        """All task sets, at the served version; answers that are stored are not made again."""
+        config, parts, state = self.config, self.parts, self._state
+        if not config.eval.questions:
+            return
+        for taskset in parts.mix.tasksets:
+            tasks = await asyncio.to_thread(questions, taskset, config.eval)
+            started = time.time()
+
+            def tell(done: int, total: int, name: str = taskset.name) -> None:
+                self.observe(
+                    "answers", {"step": state.step, "taskset": name, "done": done, "total": total}
+                )
+
+            eval_id = await evaluate(
+                taskset,
+                tasks,
+                store=self.store,
+                step=state.step,
+                version=state.version,
+                config=config.eval,
+                rollout=config.rollout,
+                sampler=parts.engine,
+                renderer=parts.renderer,
+                harness=parts.harness,
+                tools=parts.tools,
+                grade=parts.score,
+                max_context=parts.policy.shape.max_context,
+                template=parts.policy.loaded.template_sha256,
+                seed=config.seed,
+                progress=tell,
+            )
+            self._spans(state.step, evaluate=started)
+            self.observe("eval", {"step": state.step, "taskset": taskset.name, "eval_id": eval_id})
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a task group that is not itself a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

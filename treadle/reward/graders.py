@@ -1,0 +1,121 @@
+"""The grader of a run's task sets: the set's own scores, and the reward that a config names.
+
+A TasksetGrader is a value (two of one config are equal), cheap to pickle, and opens its task set
+once per worker. So the scores a policy is trained on are made where a reply that hangs a grader
+costs one call.
+
+Takes: TasksConfig. Gives: a function from Trajectory to named scores, for GraderPool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.config import TasksConfig, to_dict
+from treadle.errors import ConfigError, RewardError, did_you_mean
+from treadle.tasks import names_of, open_taskset
+from treadle.tools import import_object
+from treadle.types import Reward, Taskset, Trajectory
+
+OWN_REWARDS = ("score", "lenient")
+
+
+@dataclass(frozen=True, slots=True)
+class TasksetGrader:
+    """Grades trajectories of the configured task sets, by `trajectory.task.taskset`.
+
+    Call it with a Trajectory: it gives the task set's named scores ("score" is the strict one,
+    "lenient" and "partial" where they exist) and, as "reward", what the config trains on.
+    """
+
+    configs: tuple[str, ...]
+    """JSON of each TasksConfig: text, so that a grader is hashable and equal by value."""
+    names: tuple[str, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return "of " + ", ".join(self.names)
+
+    def prepare(self) -> None:
+        """Open the task sets and import reward functions; counted as set-up, not as grading."""
+        for config, name in zip(self.configs, self.names, strict=True):
+            _opened(config, name, self.seed)
+
+    def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Raises RewardError: an unknown task set, no such score, a score out of [0, 1]."""
+        name = trajectory.task.taskset
+        if name not in self.names:
+            raise RewardError(
+                f"trajectory {trajectory.id} is of task set `{name}`, which this grader does not "
+                f"know",
+                hint=did_you_mean(name, self.names),
+            )
+        taskset, reward = _opened(self.configs[self.names.index(name)], name, self.seed)
+        scores = _scores(taskset, reward, trajectory)
+        if reward in OWN_REWARDS:
+            if reward not in scores:
+                raise RewardError(
+                    f"task set {name} has no score `{reward}`; it has {', '.join(scores)}"
+                )
+            return {**scores, "reward": scores[reward]}
+        seen = dataclasses.replace(trajectory, reward=Reward(value=None, parts=scores))
+        value = import_object(reward, "tasks.reward")(seen)
+        if isinstance(value, Mapping):
+            # The set's own scores keep their names, whatever the function calls its parts.
+            return {"reward": value.get("score"), **value, **scores}
+        return {**scores, "reward": value}
+
+
+def grader_of(cfgs: TasksConfig | Sequence[TasksConfig], seed: int) -> TasksetGrader:
+    """The grader of one task set or of all task sets of a run (named as `open_mix` names them).
+
+    A reward "module:function" is imported here too, so that a wrong name is found at once. The
+    function gets the trajectory with the task set's own scores in `trajectory.reward.parts`.
+
+    Raises:
+        ConfigError: a reward that cannot be imported or is not callable.
+    """
+    cfgs = (cfgs,) if isinstance(cfgs, TasksConfig) else tuple(cfgs)
+    for i, cfg in enumerate(cfgs):
+        if cfg.reward in OWN_REWARDS:
+            continue
+        if ":" not in cfg.reward:
+            raise ConfigError(
+                f"`tasks.{i}.reward` is `{cfg.reward}`",
+                hint=f"{did_you_mean(cfg.reward, OWN_REWARDS)} or a module:function",
+            )
+        if not callable(import_object(cfg.reward, f"tasks.{i}.reward")):
+            raise ConfigError(f"`tasks.{i}.reward`: `{cfg.reward}` is not a function")
+    configs = tuple(json.dumps(to_dict(cfg), sort_keys=True, default=str) for cfg in cfgs)
+    return TasksetGrader(configs, names_of(cfgs), seed)
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(config: str, name: str, seed: int) -> tuple[Taskset, str]:
+    cfg = TasksConfig(**json.loads(config))
+    if cfg.reward not in OWN_REWARDS:
+        import_object(cfg.reward, "tasks.reward")
+    return open_taskset(cfg, seed, name=name, for_grading=True), cfg.reward
+
+
+def _scores(taskset: Taskset, reward: str, trajectory: Trajectory) -> dict[str, Any]:
+    """The set's own scores, each checked; none for a row that only a function can grade."""
+    if reward not in OWN_REWARDS and taskset.gold(trajectory.task) is None:
+        try:
+            scores = taskset.grade(trajectory.task, trajectory.answer)
+        except RewardError:
+            return {}
+    else:
+        scores = taskset.grade(trajectory.task, trajectory.answer)
+    for part, value in scores.items():
+        # False for NaN as well.
+        if not 0 <= value <= 1:
+            raise RewardError(f"task set {taskset.name} scored {part} = {value}, outside of [0, 1]")
+    return dict(scores)

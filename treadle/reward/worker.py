@@ -1,0 +1,162 @@
+"""A grading process: reads a call, runs it, writes what it returned. Started by `pool.py`.
+
+    python -m treadle.reward.worker
+
+Guarantees: whatever user code prints cannot reach the frames (standard output is moved away
+before any of it runs); what it returns goes back as JSON, so that the parent never unpickles
+anything a grader made; the process ends with its parent.
+
+Takes: pickled calls on standard input (from our own parent). Gives: JSON frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import numbers
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from treadle.errors import TreadleError
+from treadle.reward.frames import HEADER
+
+MAX_FUNCTIONS = 64
+"""Functions kept loaded, so that what they cache (a task set) is built once."""
+
+GRACE_S = 5
+"""Past its limit the kernel ends this process, should the parent be gone and unable to."""
+
+
+def main() -> None:
+    """Serve calls until the parent closes the pipe."""
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    os.set_inheritable(replies.fileno(), False)
+    _prefer_to_be_killed()
+    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    requests = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    threading.Thread(target=_listen, args=(requests, calls), daemon=True).start()
+    functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
+    while True:
+        _serve(calls.get(), functions, replies)
+
+
+def _listen(requests: BinaryIO, calls: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Hand over calls; when the parent is gone, end this process and its children at once."""
+    while True:
+        header = requests.read(HEADER.size)
+        body = requests.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
+        if not body:
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)
+            os._exit(0)
+        calls.put(pickle.loads(body))
+
+
+def _serve(
+    call: dict[str, Any], functions: OrderedDict[bytes, Callable[..., Any]], replies: BinaryIO
+) -> None:
+    try:
+        fn = _function(call, functions)
+        trajectory = pickle.loads(call["trajectory"])
+        # Rebuilding a task set is set-up, not grading: it has a limit of its own.
+        if hasattr(fn, "prepare"):
+            fn.prepare()  # type: ignore[attr-defined]
+    except BaseException as error:
+        _send(replies, {"event": "done", "unloaded": True, **_failure(error)})
+        return
+    _send(replies, {"event": "started"})
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(call["limit_s"]) + GRACE_S)
+    try:
+        value = fn(trajectory)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        answer = {"value": plain(value)}
+    except BaseException as error:
+        answer = _failure(error)
+    signal.alarm(0)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    _send(replies, {"event": "done", **answer})
+
+
+def _function(
+    call: dict[str, Any], functions: OrderedDict[bytes, Callable[..., Any]]
+) -> Callable[..., Any]:
+    key = call["key"]
+    if key not in functions:
+        for path in call["path"]:
+            if path not in sys.path:
+                sys.path.append(path)
+        functions[key] = pickle.loads(call["function"])
+        if len(functions) > MAX_FUNCTIONS:
+            functions.popitem(last=False)
+    functions.move_to_end(key)
+    return functions[key]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def plain(value: Any) -> Any:
+    """What a reward function returned, as JSON: numbers, None, text, and mappings of them.
+
+    Numbers of other libraries become floats; anything else becomes {"?": its description}, so
+    that the parent can say what it got.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if hasattr(value, "item") and getattr(value, "size", None) in (1, ()):
+        return plain(value.item())
+    if hasattr(value, "item") and hasattr(value, "numel") and value.numel() == 1:
+        return plain(value.item())
+    return {"?": f"{type(value).__name__} {value!r}"[:200]}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    ours = isinstance(error, TreadleError)
+    return {
+        "raised": type(error).__name__,
+        "message": error.message if isinstance(error, TreadleError) else str(error)[:1000],
+        "hint": error.hint if isinstance(error, TreadleError) else "",
+        "cause": "" if ours else "".join(traceback.format_exception(error))[-2000:],
+    }
+
+
+def _send(replies: BinaryIO, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    data = memoryview(HEADER.pack(len(body)) + body)
+    while data:
+        data = data[replies.write(data) :]
+
+
+def _prefer_to_be_killed() -> None:
+    """If grading uses up the machine's memory, the kernel should end this process, not the run."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

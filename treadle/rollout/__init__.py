@@ -1,0 +1,16 @@
+"""Everything that makes one trajectory, and groups of them; knows no training."""
+
+from treadle.rollout.group import run_group
+from treadle.rollout.metrics import METRICS, alarms, group_metrics
+from treadle.rollout.run import Grade, run_trajectory
+from treadle.rollout.seeds import derive
+
+__all__ = [
+    "METRICS",
+    "Grade",
+    "alarms",
+    "derive",
+    "group_metrics",
+    "run_group",
+    "run_trajectory",
+]

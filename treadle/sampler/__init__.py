@@ -1,0 +1,6 @@
+"""Engines behind one protocol: `Sampler` in types.py.
+
+    engine/   the built-in one; the reference for what every other must return
+
+Takes: prompt ids. Gives: ids, the logprobs they were drawn with, and the version that drew them.
+"""

@@ -1,0 +1,348 @@
+"""The engine: one thread that steps the model, and the calls that reach it from anywhere.
+
+    any event loop / thread             engine thread
+    open, sample, score, release  --->  inbox -> sweep -> admit -> prefill -> decode -> draw
+    publish                       --->  between two steps
+
+Guarantees:
+- the model never runs on an event loop, and every call may come from any loop or thread;
+- every wait ends: with an answer, at the deadline of its request (ABORTED), or with SamplerError
+  naming the cause when the engine dies or is closed; later calls then raise at once;
+- a cancelled call frees its row before the next step;
+- `publish` swaps weights between two steps: running turns go on, each token carries the version
+  that drew it, and KV of older weights serves no new prompt; a snapshot that is not what it
+  should be raises WeightsError and changes nothing.
+
+Takes: prompts, and a Policy to take weights from. Gives: Completions. Waits for: its inbox, when
+nothing runs. Woken by: any call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from treadle.errors import ConfigError, SamplerError, TreadleError
+from treadle.models.policy import Policy
+from treadle.sampler.engine.blocks import BLOCK, blocks_for
+from treadle.sampler.engine.kv import budget_blocks
+from treadle.sampler.engine.scheduler import Request, check_ids
+from treadle.sampler.engine.stepper import EngineStats, Stepper, again, fail, fulfil
+from treadle.types import Completion, SamplerCapabilities, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 120.0
+"""A call waits this much longer than its deadline before it declares the engine stuck; the
+deadline itself is looked at between two steps."""
+SWAP_LIMIT_S = 600.0
+"""Longest wait for a publication, a score or a start."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do on the engine thread between two steps."""
+
+    run: Callable[[], object]
+    future: Future[Any]
+    """What the caller waits for. `run` resolves it; an error that `run` raises goes there too."""
+
+
+class Engine:
+    """A `Sampler` and a `WeightSink` in this process."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_rows: int = 64,
+        kv_tokens: int | None = None,
+        version: int = 0,
+        name: str = "engine",
+    ) -> None:
+        """
+        Args:
+            policy: where `start` and `publish` take weights from.
+            max_rows: turns decoded at once.
+            kv_tokens: KV budget in tokens, rounded down to blocks of 16. None = max_rows times
+                the model's context, at most a quarter of the memory.
+            version: PolicyVersion of the weights that `start` takes.
+            name: of the thread, and in messages.
+
+        Raises:
+            ConfigError: max_rows or kv_tokens is too small.
+        """
+        if max_rows < 1:
+            raise ConfigError(f"`max_rows` must be >= 1, got {max_rows}")
+        if kv_tokens is not None and kv_tokens < BLOCK:
+            raise ConfigError(f"`kv_tokens` must be >= {BLOCK}, got {kv_tokens}")
+        self.name = name
+        self._shape = policy.shape
+        wanted = max_rows * blocks_for(policy.shape.max_context) * BLOCK
+        num_blocks = (
+            budget_blocks(policy.shape, policy.dtype, policy.device, wanted)
+            if kv_tokens is None
+            else kv_tokens // BLOCK
+        )
+        self._stepper = Stepper(policy, max_rows=max_rows, num_blocks=num_blocks, version=version)
+        self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        # Guards what callers and the engine thread both touch: the three below, and that no
+        # call enters the inbox after the engine thread has emptied it for the last time.
+        self._lock = threading.Lock()
+        self._sessions: set[str] = set()
+        self._closing = False
+        self._dead: SamplerError | None = SamplerError(
+            f"{name} is not running", hint="call start(), or use it as a context manager"
+        )
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> Engine:
+        """Take the policy's weights and serve. Raises WeightsError when they are not usable."""
+        if self._thread is not None:
+            raise SamplerError(f"{self.name} was started before", hint="make a new Engine")
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._dead = None
+        self._thread.start()
+        try:
+            self.publish(self.version)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Stop after the current step; waiting and running calls raise SamplerError. Idempotent."""
+        if self._thread is None or threading.current_thread() is self._thread:
+            return
+        with self._lock:
+            self._closing = True
+        self._inbox.put(_Call(lambda: None, Future()))
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise SamplerError(f"{self.name} is still in a step {timeout_s:g} s after close()")
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Engine:
+        return await asyncio.to_thread(self.start)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ------------------------------------------------------------------ Sampler
+
+    @property
+    def version(self) -> int:
+        return self._stepper.version
+
+    @property
+    def capabilities(self) -> SamplerCapabilities:
+        return SamplerCapabilities(release=True, score=True, shared_prefix=True, entropies=True)
+
+    async def open(self, session: str, *, group: str = "") -> None:
+        """Start a session; see `Sampler`. Raises SamplerError when the name is taken."""
+        with self._lock:
+            self._check_alive()
+            if session in self._sessions:
+                raise SamplerError(
+                    f"session `{session}` is already open", hint="names are unique until release"
+                )
+            self._sessions.add(session)
+            self._inbox.put(_Call(lambda: self._stepper.open(session, group), Future()))
+
+    async def sample(
+        self, session: str, prompt: Sequence[int], params: SamplingParams
+    ) -> Completion:
+        """Continue `prompt`; see `Sampler`.
+
+        Temperature 0 is greedy: its logprobs and entropies are those at temperature 1. With
+        top-p or top-k the logprobs are still those of the full distribution, not of the one that
+        was drawn from: good for evals, refused by training.
+
+        Raises:
+            ConfigError: a sampling parameter is out of range.
+            SamplerError: the session is unknown or in the middle of a turn, the prompt is empty,
+                has an id outside of the vocabulary, or can never fit; or the engine died.
+        """
+        ids = tuple(int(i) for i in prompt)
+        self._stepper.scheduler.check(ids, params)
+        request = Request(session, ids, params, time.monotonic() + params.deadline_s)
+        self._post(_Call(lambda: self._stepper.scheduler.submit(request), request.future))
+        return await self._answer(request.future, params.deadline_s + GRACE_S)
+
+    async def score(
+        self, ids: Sequence[int], start: int, *, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Teacher-forced logprobs under the served weights; see `Sampler`.
+
+        Raises:
+            ConfigError: temperature is not a finite number > 0, or start is out of range.
+            SamplerError: an id is not in the vocabulary, or there are more ids than context.
+        """
+        given = [int(i) for i in ids]
+        check_ids(given, self._shape.vocab)
+        if len(given) > self._shape.max_context:
+            raise SamplerError(
+                f"{len(given)} ids to score exceed the context of {self._shape.max_context}"
+            )
+        if not 1 <= start <= len(given):
+            raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ConfigError(f"`temperature` must be a finite number > 0, got {temperature!r}")
+        future = self._ask(lambda: self._stepper.score(given, start, temperature))
+        return await self._answer(future, SWAP_LIMIT_S)
+
+    async def release(self, session: str) -> None:
+        """End a session: its KV is free when this returns. A turn in flight ends ABORTED.
+
+        Idempotent, and silent on an engine that is closed or dead: there is nothing to free.
+        """
+        with self._lock:
+            if session not in self._sessions or self._dead is not None:
+                return
+            self._sessions.discard(session)
+            future: Future[None] = Future()
+            # Also when the caller is cancelled meanwhile, so not through _ask.
+            self._inbox.put(_Call(lambda: fulfil(future, self._stepper.release(session)), future))
+        try:
+            await self._answer(future, SWAP_LIMIT_S)
+        except SamplerError:
+            if self._dead is None:
+                raise
+
+    # ------------------------------------------------------------------ WeightSink
+
+    def publish(self, version: int) -> None:
+        """Serve the policy's current weights as `version` from the next step on.
+
+        Blocks until they are served. Turns in flight go on under the new weights with the KV
+        they have; no new prompt reuses KV of older ones.
+
+        Raises:
+            WeightsError: version is below the served one, or names other weights already; or
+                the snapshot differs in names or shapes, or has values that are not finite. The
+                old weights keep serving.
+            SamplerError: the engine is not running.
+        """
+        future = self._ask(lambda: self._stepper.load(version))
+        try:
+            future.result(SWAP_LIMIT_S)
+        except TimeoutError:
+            future.cancel()
+            raise self._stuck(SWAP_LIMIT_S) from None
+
+    def stats(self) -> EngineStats:
+        """A glance from any thread; the fields are not from one instant."""
+        return self._stepper.stats(len(self._sessions))
+
+    # ------------------------------------------------------------------ hand-over
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise again(self._dead)
+
+    def _post(self, call: _Call) -> None:
+        with self._lock:
+            self._check_alive()
+            self._inbox.put(call)
+
+    def _ask(self, run: Callable[[], T]) -> Future[T]:
+        """`run` on the engine thread between two steps, unless it is cancelled before."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                fulfil(future, run())
+
+        self._post(_Call(call, future))
+        return future
+
+    async def _answer(self, future: Future[T], limit_s: float) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise self._stuck(limit_s) from None
+
+    def _stuck(self, limit_s: float) -> SamplerError:
+        return SamplerError(
+            f"{self.name} did not answer within {limit_s:g} s: its thread is stuck in a step",
+            hint="is the machine swapping? py-spy shows where the thread is",
+        )
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _run(self) -> None:
+        error: SamplerError
+        try:
+            with torch.inference_mode():
+                while not self._closing:
+                    self._take_calls()
+                    if not self._stepper.idle:
+                        self._stepper.step()
+            error = SamplerError(f"{self.name} was closed")
+        except Exception as cause:
+            logger.exception("%s died", self.name)
+            error = self._death(cause)
+        self._end(error)
+
+    def _take_calls(self) -> None:
+        """Do what callers asked for; waits for it when there is nothing else to do."""
+        block = self._stepper.idle
+        while not self._closing:
+            try:
+                call = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            try:
+                call.run()
+            except TreadleError as error:
+                fail(call.future, error)
+            except Exception as error:
+                # Our own bookkeeping is broken: no later answer could be trusted.
+                fail(call.future, self._death(error))
+                raise
+
+    def _death(self, cause: Exception) -> SamplerError:
+        error = SamplerError(f"{self.name} died: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _end(self, error: SamplerError) -> None:
+        """Nobody is left waiting, and nobody can begin to."""
+        with self._lock:
+            self._dead = error
+            self._sessions.clear()
+        self._stepper.fail_all(error)
+        while not self._inbox.empty():
+            fail(self._inbox.get().future, again(error))

@@ -1,0 +1,66 @@
+"""The bytes behind the blocks: keys and values of all layers.
+
+Guarantees: a position that was never written reads as 0, so a masked position adds exactly
+nothing; memory is paged in as blocks are first used, not when the budget is set.
+
+Takes: block numbers. Gives: tensors [layers, num_blocks, kv_heads, BLOCK, head_dim].
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.sampler.engine.blocks import BLOCK, blocks_for
+from treadle.types import ModelShape
+
+
+class KvStore:
+    """Keys and values in the compute dtype, contiguous; see blocks.py for who owns what."""
+
+    def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: str) -> None:
+        self.shape = shape
+        size = (shape.layers, num_blocks, shape.kv_heads, BLOCK, shape.head_dim)
+        self.keys = _zeros(size, dtype, device)
+        self.values = _zeros(size, dtype, device)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers; pairs are (from, to) and every `to` is distinct."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.keys.device).T
+        for tensor in (self.keys, self.values):
+            tensor[:, target] = tensor[:, source]
+
+    def wipe(self, blocks: Iterable[int]) -> None:
+        """Zero blocks that hold non-finite values: 0 x NaN would reach their next owner."""
+        index = torch.tensor(list(blocks), dtype=torch.long, device=self.keys.device)
+        self.keys[:, index] = 0
+        self.values[:, index] = 0
+
+
+def token_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of keys and values per position, all layers."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+def budget_blocks(shape: ModelShape, dtype: torch.dtype, device: str, tokens: int) -> int:
+    """Blocks for `tokens` positions, but never more than a quarter of the device's memory."""
+    if torch.device(device).type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = memory // 4 // (token_bytes(shape, dtype) * BLOCK)
+    return max(1, min(blocks_for(tokens), room))
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # calloc hands out pages of zeros lazily, torch.zeros writes every one of them.
+    raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(size)

@@ -1,0 +1,86 @@
+"""The training forward of one micro-batch, and what a policy must offer for it.
+
+Takes: a policy and a MicroBatch. Gives: log-probabilities and entropies of its trained tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from treadle.batch import MicroBatch
+from treadle.types import Layout, ModelShape
+
+
+class TrainablePolicy(Protocol):
+    """What the trainer needs of a policy; `treadle.models.policy.Policy` is one."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation; the parameters are float32."""
+        ...
+
+    @property
+    def device(self) -> str: ...
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimiser owns, float32, by name; the order is fixed."""
+        ...
+
+    def refresh(self) -> None:
+        """Recompute whatever was derived from the parameters, after they moved."""
+        ...
+
+    def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states [N, hidden] of N packed ids, with gradient."""
+        ...
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """log pi(target) in nats with gradient and entropy in nats without, float32 [n] each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """One micro-batch after its forward; all vectors are [n], on the policy's device."""
+
+    logp: Tensor
+    """log pi(target) in nats at the sampling temperature, float32, with gradient."""
+    entropy: Tensor
+    """Entropy in nats over the full vocabulary, float32, detached."""
+    behaviour: Tensor
+    """log mu(target) in nats; NaN for demonstrations."""
+    advantage: Tensor
+    trained: Tensor
+    """All True: packing keeps trained tokens only."""
+
+
+def forward(policy: TrainablePolicy, micro: MicroBatch) -> Forward:
+    """Score the trained tokens of a micro-batch with the current weights.
+
+    The head runs on the trained positions alone: logits of prompt tokens are never computed.
+    """
+    device = policy.device
+    ids = torch.tensor(micro.ids, device=device)
+    index = torch.tensor(micro.index, device=device)
+    targets = torch.tensor(micro.targets, device=device)
+    temperature: float | Tensor = float(micro.temperature[0])
+    if (micro.temperature != micro.temperature[0]).any():
+        temperature = torch.tensor(micro.temperature, device=device)
+    hidden = policy.hidden(ids, micro.layout).index_select(0, index)
+    logp, entropy = policy.logprobs(hidden, targets, temperature)
+    return Forward(
+        logp=logp,
+        entropy=entropy,
+        behaviour=torch.tensor(micro.behaviour, device=device),
+        advantage=torch.tensor(micro.advantage, device=device),
+        trained=torch.ones_like(targets, dtype=torch.bool),
+    )

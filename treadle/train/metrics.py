@@ -1,0 +1,116 @@
+"""Every metric of a training step: name, unit, definition; and the sums they are made of.
+
+Means are over the trained tokens of the whole step: micro-batches add up their sums, and one
+division follows. `METRICS` is what docs/metrics.md prints.
+
+Takes: sums. Gives: a dict of floats by documented name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.batch import MicroBatch
+from treadle.train.optim import Update
+
+Scored = tuple[MicroBatch, NDArray[np.float32]]
+"""A micro-batch with the trainer's log-probabilities [n] of its targets, before the update."""
+
+METRICS: dict[str, str] = {
+    "loss/total": "policy loss of the step per trained token, in units of the advantage; its sign "
+    "and size mean little, only its gradient is used",
+    "loss/clipped_frac": "share of trained tokens that the loss clips: weight capped (cispo) or "
+    "gradient cut (ppo_clip); lower is better, 0 on-policy",
+    "loss/dropped_positive_frac": "share of the tokens with A > 0 whose gradient the loss drops",
+    "loss/dropped_negative_frac": "share of the tokens with A < 0 whose gradient the loss drops",
+    "grad/norm": "global L2 norm of the gradient before clipping",
+    "optim/lr": "learning rate of this update",
+    "optim/updates": "updates applied since the start of the run, this one included",
+    "policy/entropy_nats": "mean entropy of the policy at the trained positions, full vocabulary, "
+    "float32, at the sampling temperature, weights before the update; >= 0",
+    "policy/kl_k3_nats": "mean k3 estimate of KL(behaviour || policy), weights before the update; "
+    ">= 0. At lag 0 it measures the mismatch of engine and trainer, at more lag staleness too",
+    "policy/logprob_diff_nats": "mean of log pi - log mu, weights before the update",
+    "ratio/mean": "mean importance ratio pi / mu; 1 on-policy",
+    "ratio/max": "largest importance ratio pi / mu of a trained token",
+    "ratio/ess_frac": "effective sample size (sum r)^2 / (n sum r^2), in (0, 1]; 1 on-policy",
+    "lag/mean_versions": "mean lag of the trained tokens: version trained minus version sampled",
+    "lag/max_versions": "largest lag of a trained token",
+    "advantage/abs_mean": "mean |advantage| of the trained tokens",
+    "tokens/trained": "trained tokens of the step: the denominator N of the loss",
+    "tokens/packed": "tokens computed, shared prompts counted once per micro-batch",
+    "batch/rows": "training rows (branches) of the step",
+    "batch/micro_batches": "forward and backward passes of the step",
+    "batch/oversized": "micro-batches of one row that alone exceeds learn.micro_tokens",
+    "step/skipped_nonfinite": "1 when loss or gradient was not finite and the update was skipped",
+    "time/pack_s": "wall clock of packing",
+    "time/forward_s": "wall clock of the forwards, as the host sees it",
+    "time/backward_s": "wall clock of losses and backwards, as the host sees it",
+    "time/optimizer_s": "wall clock of clipping, AdamW and the policy's refresh",
+    "parity/mean_abs_nats": "mean |trainer - sampler logprob| of the guarded step, its own tokens",
+    "parity/max_abs_nats": "largest |trainer - sampler logprob| of the guarded step",
+}
+
+
+class Sums:
+    """Sums by name; adding is all they can do until the step divides."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._values[name] = self._values.get(name, 0.0) + float(value)
+
+    def __getitem__(self, name: str) -> float:
+        return self._values.get(name, 0.0)
+
+    def per(self, name: str, count: str) -> float:
+        """One sum over another; 0 when there is nothing to count."""
+        return self[name] / self[count] if self[count] else 0.0
+
+
+def step_metrics(
+    scored: Sequence[Scored], sums: Sums, lags: Sequence[int], update: Update
+) -> dict[str, float]:
+    """Divide the sums of a step once, and add what is not a sum.
+
+    Args:
+        scored: every micro-batch of the step.
+        sums: of the loss's statistics, entropies and times.
+        lags: of every trained token, in versions.
+        update: what the optimiser did.
+    """
+    micros = [micro for micro, _ in scored]
+    log_ratios = np.concatenate([logp - micro.behaviour for micro, logp in scored])
+    with np.errstate(over="ignore"):
+        ratio_max = float(np.exp(log_ratios.max()))
+    weight = sums["num_tokens"] * sums["ratio_sq"]
+    return {
+        "loss/total": sums["loss"],
+        "loss/clipped_frac": sums.per("clipped_tokens", "num_tokens"),
+        "loss/dropped_positive_frac": sums.per("dropped_positive", "positive_tokens"),
+        "loss/dropped_negative_frac": sums.per("dropped_negative", "negative_tokens"),
+        "grad/norm": update.grad_norm,
+        "optim/lr": update.lr,
+        "policy/entropy_nats": sums.per("entropy", "num_tokens"),
+        "policy/kl_k3_nats": sums.per("k3", "num_tokens"),
+        "policy/logprob_diff_nats": sums.per("logprob_diff", "num_tokens"),
+        "ratio/mean": sums.per("ratio", "num_tokens"),
+        "ratio/max": ratio_max,
+        "ratio/ess_frac": sums["ratio"] ** 2 / weight if weight else 0.0,
+        "lag/mean_versions": sum(lags) / len(lags),
+        "lag/max_versions": float(max(lags)),
+        "advantage/abs_mean": float(np.abs(np.concatenate([m.advantage for m in micros])).mean()),
+        "tokens/trained": sums["num_tokens"],
+        "tokens/packed": float(sum(m.num_tokens for m in micros)),
+        "batch/micro_batches": float(len(micros)),
+        "step/skipped_nonfinite": float(not update.applied),
+        "time/pack_s": sums["time/pack_s"],
+        "time/forward_s": sums["time/forward_s"],
+        "time/backward_s": sums["time/backward_s"],
+        "time/optimizer_s": sums["time/optimizer_s"],
+    }

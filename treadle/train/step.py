@@ -1,0 +1,191 @@
+"""One optimiser step: samples in, moved weights and metrics out. Knows no sampling.
+
+    pack -> for each micro-batch: forward, loss / N, backward -> clip -> AdamW -> refresh
+
+Guarantees:
+- N, the denominator of the loss, is counted over the whole step before anything is packed, so
+  loss and gradient do not depend on the split into micro-batches, nor on the order of rows;
+- ratios are against what the sampler reported and are computed anew on every call; the samples
+  are never written to;
+- a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
+  reason, weights and moments untouched; several non-finite steps in a row end the run;
+- random operations of the forward are a function of (seed, step).
+
+Takes: Samples. Gives: a moved policy and StepResult.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treadle.batch import MicroBatch, pack
+from treadle.config import LearnConfig
+from treadle.errors import ContractError
+from treadle.losses import POLICY_LOSSES
+from treadle.schedule.lag import token_lags
+from treadle.train.forward import TrainablePolicy, forward
+from treadle.train.metrics import Scored, Sums, step_metrics
+from treadle.train.optim import Optimiser
+from treadle.train.parity import Parity, compare
+from treadle.train.parity import guard as stop_on_mismatch
+from treadle.types import Sample
+
+NO_SAMPLES = (
+    "no samples: no trajectory of this step was judged and has trained tokens. Look at the "
+    "errors of rollouts and graders"
+)
+NO_ADVANTAGE = (
+    "all advantages are 0: in every group the rewards are equal, so nothing is better than "
+    "anything else. Make the tasks easier or harder, or the reward finer"
+)
+NOT_FINITE = "loss or gradient is not finite: weights and optimiser were left as they were"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Names and definitions in `metrics.METRICS`. Not finite only where the step was not."""
+    skipped: bool = False
+    """No update was made."""
+    reason: str = ""
+    """Why it was skipped, for people; empty when it was not."""
+    parity: Parity | None = None
+    """Of a guarded step."""
+
+
+class Trainer:
+    """Owns the optimiser of a policy."""
+
+    def __init__(self, policy: TrainablePolicy, learn: LearnConfig, seed: int = 0) -> None:
+        self.policy = policy
+        self.learn = learn
+        self.seed = seed
+        self.optimiser = Optimiser(policy.parameters(), learn)
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        *,
+        step: int,
+        version: int | None = None,
+        guard: bool = False,
+    ) -> StepResult:
+        """Train once on the samples.
+
+        Args:
+            samples: of the whole step, any order.
+            step: index of this step, from 0.
+            version: policy version of the current weights, for the lag; None = `step`, which is
+                right when every step publishes one.
+            guard: compare with the sampler before the update and stop where they disagree; only
+                tokens of `version` are compared, as older ones differ rightly.
+
+        Raises:
+            ContractError: parity is broken, too many non-finite steps in a row; a sample is longer
+                than the model's context, newer than `version`, not sampled, or malformed.
+        """
+        version = step if version is None else version
+        if not samples:
+            return StepResult(skipped=True, reason=NO_SAMPLES)
+        if all(sample.advantage == 0 for sample in samples):
+            return StepResult(skipped=True, reason=NO_ADVANTAGE)
+        started = time.perf_counter()
+        micros = pack(samples, micro_tokens=self.learn.micro_tokens)
+        self._check(micros, samples)
+        versions = (int(v) for micro in micros for v in micro.version)
+        lags = token_lags(versions, training_version=version)
+        num_global_tokens = sum(micro.num_trained for micro in micros)
+        sums = Sums()
+        sums.add({"time/pack_s": time.perf_counter() - started})
+        self.optimiser.clear()
+        scored: list[Scored] = []
+        devices = [self.policy.device] if self.policy.device.startswith("cuda") else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed((self.seed * 1_000_003 + step) % 2**63)
+            for micro in micros:
+                scored.append((micro, self._accumulate(micro, num_global_tokens, sums)))
+        agreement = None
+        if guard:
+            agreement = self._guard(scored, samples, version)
+
+        started = time.perf_counter()
+        update = self.optimiser.apply(sums["loss"], where=f"step {step}")
+        if update.applied:
+            self.policy.refresh()
+        sums.add({"time/optimizer_s": time.perf_counter() - started})
+        metrics = step_metrics(scored, sums, lags, update) | {
+            "optim/updates": float(self.optimiser.updates),
+            "batch/rows": float(len(samples)),
+            "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
+        }
+        if agreement is not None:
+            metrics["parity/mean_abs_nats"] = agreement.mean_abs
+            metrics["parity/max_abs_nats"] = agreement.max_abs
+        return StepResult(
+            metrics=metrics,
+            skipped=not update.applied,
+            reason="" if update.applied else NOT_FINITE,
+            parity=agreement,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of moments and counters: {"tensors": {...}, "counters": {...}}."""
+        return self.optimiser.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises WeightsError: the state belongs to another policy."""
+        self.optimiser.load_state_dict(state)
+
+    def _accumulate(
+        self, micro: MicroBatch, num_global_tokens: int, sums: Sums
+    ) -> NDArray[np.float32]:
+        """Forward and backward of one micro-batch; its log-probabilities [n], detached."""
+        started = time.perf_counter()
+        out = forward(self.policy, micro)
+        middle = time.perf_counter()
+        result = POLICY_LOSSES[self.learn.loss](
+            out.logp, out.behaviour, out.advantage, out.trained, num_global_tokens=num_global_tokens
+        )
+        result.loss.backward()
+        values = result.stats | {"loss": result.loss.detach(), "entropy": out.entropy.sum()}
+        # One transfer for all of them: on a GPU each would wait for the device.
+        sums.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
+        done = time.perf_counter()
+        sums.add({"time/forward_s": middle - started, "time/backward_s": done - middle})
+        return out.logp.detach().float().cpu().numpy()
+
+    def _guard(self, scored: Sequence[Scored], samples: Sequence[Sample], version: int) -> Parity:
+        agreement = compare(scored, samples, dtype=self.policy.dtype, version=version)
+        try:
+            stop_on_mismatch(agreement, self.learn)
+        except ContractError:
+            self.optimiser.clear()
+            raise
+        return agreement
+
+    def _check(self, micros: Sequence[MicroBatch], samples: Sequence[Sample]) -> None:
+        limit = self.policy.shape.max_context
+        longest = max(samples, key=lambda sample: len(sample.ids))
+        if len(longest.ids) > limit:
+            raise ContractError(
+                f"trajectory {longest.trajectory_id} has a row of {len(longest.ids)} tokens, more "
+                f"than the model's context of {limit}: its positions would mean nothing",
+                hint="bound rollouts with model.max_context and rollout.max_new_tokens",
+            )
+        for micro in micros:
+            bad = np.flatnonzero(~np.isfinite(micro.behaviour) | (micro.version < 0))
+            if len(bad):
+                sample, at = samples[int(micro.row[bad[0]])], int(micro.position[bad[0]])
+                raise ContractError(
+                    f"trajectory {sample.trajectory_id}: trained token {at} of "
+                    f"{len(sample.ids)} has behaviour logprob {sample.logprobs[at]} and policy "
+                    f"version {sample.versions[at]}: it was not sampled",
+                    hint="the engine must return a logprob and a version per sampled token",
+                )
