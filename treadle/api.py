@@ -307,8 +307,8 @@ def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:
     renderer = Renderer(loaded.tokenizer, loaded.stop_ids)
     report = renderer.check()
     report.require(tools=tools)
-    for problem in report.problems:
-        log.warning("chat template of %s: %s", loaded.path, problem)
+    for line in report.lines():
+        log.info("chat template of %s: %s", loaded.path, line)
     return renderer
 
 

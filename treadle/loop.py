@@ -37,7 +37,7 @@ from treadle.evals.evaluate import evaluate, questions
 from treadle.harness import Harness
 from treadle.models.policy import Policy
 from treadle.render import Renderer
-from treadle.rollout import group_metrics, run_group
+from treadle.rollout import alarms, group_metrics, run_group
 from treadle.sampler.engine import Engine
 from treadle.schedule import Progress, Ready, may_start, next_batch
 from treadle.store import Span, Store
@@ -291,6 +291,9 @@ class Controller:
             )
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
+            for alarm in alarms(state.recent):
+                log.warning("step %d: %s", step, alarm)
+                self.store.add_event("alarm", {"step": step, "message": alarm})
             self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})
             state.drawn, state.reasons, state.recent = 0, {}, []
             if every and step % every == 0 and step < self.config.steps:
@@ -430,7 +433,6 @@ class Controller:
                 tools=parts.tools,
                 grade=parts.score,
                 max_context=parts.policy.shape.max_context,
-                template=parts.policy.loaded.template_sha256,
                 seed=config.seed,
                 progress=tell,
             )

@@ -1,4 +1,4 @@
-"""Directories of the tiny random model, a cache of the test's own, tiny library models as policies."""
+"""Directories of the tiny random model, a cache of the test's own, tiny models as policies."""
 
 import dataclasses
 import shutil
@@ -34,6 +34,15 @@ def own_cache(tmp_path, monkeypatch) -> Path:
     """An empty model cache; the directory that holds the models."""
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     return cache.models_dir()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The models are tiny: a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 SIZES = {

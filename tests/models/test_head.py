@@ -62,12 +62,12 @@ def test_temperature_worked_by_hand(temperature, want):
 
 
 def test_bfloat16_operands_give_float32_logprobs():
-    """B031: 150k entries, 1000 positions: within 1e-3 of the fp32 reference, none above 0."""
+    """B031: 150k entries: within 1e-3 of the fp32 reference, none above 0."""
     generator = torch.Generator().manual_seed(0)
-    hidden = (4 * torch.randn(1000, 8, generator=generator)).bfloat16()
+    hidden = (4 * torch.randn(256, 8, generator=generator)).bfloat16()
     weight = torch.randn(150_000, 8, generator=generator).bfloat16()
-    targets = torch.randint(150_000, (1000,), generator=generator)
-    rows = torch.arange(0, 1000, 50)
+    targets = torch.randint(150_000, (256,), generator=generator)
+    rows = torch.arange(0, 256, 13)
     with torch.no_grad():
         targets[rows[:10]] = (hidden[rows[:10]].float() @ weight.float().t()).argmax(-1)
     with pytest.MonkeyPatch.context() as patch:

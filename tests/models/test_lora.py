@@ -13,6 +13,9 @@ from treadle.errors import WeightsError
 from treadle.models.lora import load_adapter, save_adapter, save_merged, target_modules
 from treadle.types import Layout, Segment
 
+# PEFT reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
 IDS = torch.randint(97, (11,), generator=torch.Generator().manual_seed(7))
 LAYOUT = Layout((Segment(0, 11, None, 0),))
 
@@ -149,7 +152,7 @@ def test_a_nan_is_not_saved(saved):
     policy, directory = saved
     with torch.no_grad():
         next(iter(policy.parameters().values())).fill_(float("nan"))
-    with pytest.raises(WeightsError, match="q_proj.lora_A.weight is not finite"):
+    with pytest.raises(WeightsError, match=r"q_proj\.lora_A\.weight is not finite"):
         save_adapter(policy, directory / "again")
     assert not (directory / "again").exists()
 

@@ -90,7 +90,7 @@ def test_lora_parameters_have_pefts_names_and_start_at_the_base_model(make_libra
     assert all(p.dtype == torch.float32 and p.requires_grad for p in policy.parameters().values())
     a = policy.parameters()[prefix + "A.weight"]
     bound = 48**-0.5
-    assert a.abs().max() <= bound and a.std() == pytest.approx(bound / 3**0.5, rel=0.15)
+    assert a.abs().max() <= bound and a.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
     torch.testing.assert_close(loss_of(policy), library_loss(twin), rtol=1e-5, atol=1e-5)
 
 

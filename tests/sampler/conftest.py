@@ -24,7 +24,11 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def library(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+    return (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 @pytest.fixture
@@ -54,9 +58,7 @@ def perturb(policy, seed=0, scale=0.3):
 
 def prompts(count, length=20, seed=0, vocab=200):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(3, vocab, (length,), generator=generator).tolist() for _ in range(count)
-    ]
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for _ in range(count)]
 
 
 async def turn(engine, session, prompt, *, group="", new=8, opened=False, **params):

@@ -67,10 +67,17 @@ def test_a_stop_string_ends_a_turn_and_nothing_is_appended(policy, library):
 def test_a_stop_string_may_begin_anywhere_and_end_inside_a_token(policy):
     tokenizer = policy.loaded.tokenizer
     rule = StopRule((), tokenizer)
-    drawn = tokenizer.encode("x" * 100 + "a caf\N{LATIN SMALL LETTER E WITH ACUTE} END", add_special_tokens=False)  # fmt: skip
-    for stop in ("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "END", " E", "x"):
+    word = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    drawn = tokenizer.encode("x" * 100 + f"a {word} END", add_special_tokens=False)
+    for stop in (word, "END", " E", "x"):
         params = SamplingParams(max_new_tokens=1000, stop=(stop,))
-        ends = [n for n in range(1, len(drawn) + 1) if rule.reason(drawn[:n], params)]
+        # The prompt says it too, which is no reason to stop.
+        prompt = tokenizer.encode(stop, add_special_tokens=False)
+        ends = [
+            n
+            for n in range(1, len(drawn) + 1)
+            if rule.reason(prompt + drawn[:n], len(prompt), params)
+        ]
         text = tokenizer.decode(drawn[: ends[0]])
         assert text.endswith(stop), "the first token that completes it ends the turn"
 
@@ -122,9 +129,7 @@ def test_an_aborted_turn_can_be_resumed_with_its_tokens(policy):
             cut = await turn(engine, "s", prompt, new=120, deadline_s=0.05)
             if cut.stop_reason is not StopReason.ABORTED:
                 return cut.ids
-            rest = await turn(
-                engine, "s", [*prompt, *cut.ids], new=120 - len(cut.ids), opened=True
-            )
+            rest = await turn(engine, "s", [*prompt, *cut.ids], new=120 - len(cut.ids), opened=True)
             assert rest.stop_reason is StopReason.LENGTH
             return cut.ids + rest.ids
 
@@ -136,8 +141,7 @@ def test_a_cancelled_call_frees_its_row_and_its_kv(policy):
         with Engine(policy, max_rows=2) as engine:
             given = prompts(4)
             tasks = [
-                asyncio.create_task(turn(engine, f"s{i}", p, new=60))
-                for i, p in enumerate(given)
+                asyncio.create_task(turn(engine, f"s{i}", p, new=60)) for i, p in enumerate(given)
             ]
             await until(lambda: engine.stats().running == 2)
             tasks[0].cancel()

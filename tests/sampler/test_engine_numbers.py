@@ -78,8 +78,7 @@ def test_rows_are_refilled_and_stay_exact(policy, library):
     """Twelve requests through three rows, in groups of two."""
     given = prompts(6, 25)
     turns = [
-        {"prompt": given[i // 2], "group": f"g{i // 2}", "new": 4 + i, "seed": i}
-        for i in range(12)
+        {"prompt": given[i // 2], "group": f"g{i // 2}", "new": 4 + i, "seed": i} for i in range(12)
     ]
     for each, done in zip(turns, run_turns(policy, turns, max_rows=3), strict=True):
         assert len(done.ids) == each["new"]

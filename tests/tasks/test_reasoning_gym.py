@@ -211,8 +211,8 @@ def check_gcd(text: str) -> str:
 
 
 def check_simple_equations(text: str) -> str:
-    name, equation = re.findall(r"value of (\w) .*: (.*)", text)[0]
-    left, right = equation.split("=")
+    left, right = text.rsplit(":", 1)[1].split("=")
+    name = re.findall(r"[a-z]", left)[0]
     code = compile(left.strip(), "equation", "eval")
     roots = [x for x in range(-500, 501) if eval(code, {name: x}) == int(right)]
     return str(roots[0])
@@ -294,6 +294,8 @@ def test_countdown_needs_exactly_the_numbers_that_were_given() -> None:
 
 
 @pytest.mark.slow
+# A dependency of the library leaves its data file open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_family_of_the_library_opens_and_pays_its_gold_answer() -> None:
     from reasoning_gym.factory import DATASETS
 

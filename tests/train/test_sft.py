@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from treadle.errors import DataError
 from treadle.train import sft
+from treadle.train.sft import sft_steps
 
 COPY = [([i, 11, i, 10], [False, False, True, True]) for i in range(6)]
 """i SEP i END"""
@@ -67,12 +67,16 @@ def test_every_demonstration_is_seen_once_per_epoch(policy: Any) -> None:
     assert sum(losses) / 3 == pytest.approx(whole, abs=1e-5)
 
 
-def test_progress_is_told(policy: Any) -> None:
-    told: list[tuple[int, float]] = []
-    losses = sft(
-        policy, COPY, steps=2, batch_tokens=8, lr=1e-2, progress=lambda i, x: told.append((i, x))
-    )
-    assert told == list(enumerate(losses)) and all(map(math.isfinite, losses))
+def test_a_caller_can_stop_when_it_is_satisfied(policy: Any) -> None:
+    for step, loss in enumerate(sft_steps(policy, COPY, batch_tokens=24, lr=3e-2)):
+        if loss < 0.5:
+            break
+    assert 0 < step < 60 and policy.refreshed == step + 1
+
+
+def test_no_gradient_is_left_behind(policy: Any) -> None:
+    sft(policy, COPY, steps=1, batch_tokens=24, lr=1e-2)
+    assert all(p.grad is None for p in policy.parameters().values())
 
 
 @pytest.mark.parametrize(

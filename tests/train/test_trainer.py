@@ -90,6 +90,31 @@ def test_on_policy_metrics_say_so(policy: Any, draw_step: Draw) -> None:
     assert m["advantage/abs_mean"] > 0 and m["grad/norm"] > 0
 
 
+def test_off_policy_metrics_by_hand(policy: Any, draw_step: Draw) -> None:
+    samples = draw_step(policy)
+    with torch.no_grad():
+        policy.parameters()["head"].mul_(1.5)
+    ratios = torch.tensor(
+        [
+            math.exp(float(policy.distribution(s.ids[:t])[s.ids[t]]) - s.logprobs[t])
+            for s in samples
+            for t in range(len(s.ids))
+            if s.trained[t]
+        ]
+    )
+    m = Trainer(policy, learn()).step(samples, step=0).metrics
+    assert m["ratio/mean"] == pytest.approx(float(ratios.mean()), rel=1e-4)
+    assert m["ratio/max"] == pytest.approx(float(ratios.max()), rel=1e-4)
+    assert m["ratio/ess_frac"] == pytest.approx(
+        float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())), rel=1e-4
+    )
+    assert m["ratio/ess_frac"] < 0.999
+    assert m["policy/kl_k3_nats"] == pytest.approx(
+        float((ratios - 1 - ratios.log()).mean()), rel=1e-3
+    )
+    assert m["policy/logprob_diff_nats"] == pytest.approx(float(ratios.log().mean()), rel=1e-3)
+
+
 def test_entropy_is_that_of_the_full_distribution_at_the_sampling_temperature(
     policy: Any, draw_step: Draw
 ) -> None:
@@ -194,6 +219,17 @@ def test_rows_of_different_temperatures_are_scored_at_their_own(
 
 
 # --------------------------------------------------------------------------- optimiser
+
+
+def test_an_update_shows_in_the_version_counters_and_leaves_no_gradient(
+    policy: Any, draw_step: Draw
+) -> None:
+    """A policy finds out by the counters that its derived weights are stale."""
+    before = [p._version for p in policy.parameters().values()]
+    Trainer(policy, learn()).step(draw_step(policy), step=0)
+    after = [p._version for p in policy.parameters().values()]
+    assert all(a > b for a, b in zip(after, before, strict=True))
+    assert all(p.grad is None for p in policy.parameters().values())
 
 
 def test_warm_up_is_linear_then_constant(policy: Any, draw_step: Draw) -> None:

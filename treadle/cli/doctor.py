@@ -1,10 +1,12 @@
-"""`treadle doctor`: what this machine has and what Treadle chose because of it."""
+"""`treadle doctor`: what this machine has and what Treadle chose because of it.
+
+Takes: the machine. Gives: a table of checks; warnings say what to do. Exit 0 also with warnings.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from treadle import machine
 from treadle.cli.output import print_json, print_table
 
 EXAMPLE = "example:\n  treadle doctor --json"
@@ -17,15 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tuning = machine.tune()
-    from treadle.cli.diagnosis import diagnose
+    from treadle.doctor import doctor
 
-    result = diagnose(tuning, network=args.network)
+    result = doctor(network=args.network)
     if args.json:
         print_json(result)
     else:
         print_table(
             ["", "check", "found", "hint"],
-            [(c["status"], c["name"], c["detail"], c["hint"]) for c in result["checks"]],
+            [(c["status"], c["name"], c["reason"], c["hint"]) for c in result["checks"]],
         )
     return 0

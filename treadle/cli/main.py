@@ -1,20 +1,30 @@
 """`treadle`: parse, run one command, turn errors into exit codes.
 
-Takes: sys.argv. Gives: an exit code; an error is its message and a `hint:` line on stderr.
+Guarantees: an error is its message and a `hint:` line on stderr, an unexpected one a traceback
+whose last line is the cause; with `--json` stdout also gets {"error": ...}. SIGTERM unwinds like
+Ctrl-C, so that whatever was opened is closed.
+
+Takes: sys.argv. Gives: an exit code.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import treadle
 from treadle.cli.output import print_json
-from treadle.errors import TreadleError
+from treadle.errors import ConfigError, TreadleError
 
 COMMANDS = {
     "doctor": "what this machine has, and what Treadle does with it",
@@ -23,26 +33,35 @@ COMMANDS = {
     "train": "train a recipe",
     "eval": "evaluate a model or a run on held-out tasks",
     "report": "what a run did: before and after, curves, costs",
-    "sample": "talk to the result of a run",
+    "sample": "talk to a model or to the result of a run",
     "export": "write a run's result as a PEFT adapter or a merged model",
     "runs": "list runs, see why one stopped, free disk space",
 }
 
+FAILED, BAD_USAGE, INTERRUPTED, TERMINATED, PIPE_CLOSED = 1, 2, 130, 143, 141
+
+
+class UsageError(ConfigError):
+    """The arguments do not parse; `usage` is the line to print first."""
+
+    usage = ""
+
 
 class _Parser(argparse.ArgumentParser):
-    """Errors end with a hint and exit code 2."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}\nhint: {self.prog} --help shows an example\n")
+    def error(self, message: str) -> NoReturn:
+        error = UsageError(f"{self.prog}: {message}", hint=f"{self.prog} --help shows an example")
+        error.usage = self.format_usage()
+        raise error
 
 
 def parser() -> argparse.ArgumentParser:
+    """The whole command line; every parser that ends one takes --json and -v."""
     top = _Parser(
         prog="treadle",
         description="Turn an open-weight language model plus the tasks of one domain into a "
         "better model.",
         epilog="example: treadle train 10_first_run --run-dir runs/first-run",
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -54,51 +73,124 @@ def parser() -> argparse.ArgumentParser:
             description=summary[0].upper() + summary[1:] + ".",
             epilog=module.EXAMPLE,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         module.add_arguments(sub)
-        for leaf in _leaves(sub):
-            leaf.add_argument("--json", action="store_true", help="one JSON document on stdout")
-            leaf.add_argument("-v", "--verbose", action="store_true", help="logs on stderr")
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, json=False, verbose=False)
+        for each in (sub, *leaves(sub)):
+            # Suppressed, so that a leaf does not undo what was given before its name.
+            each.add_argument(
+                "--json",
+                action="store_true",
+                default=argparse.SUPPRESS,
+                help="one JSON document on stdout",
+            )
+            each.add_argument(
+                "-v",
+                "--verbose",
+                action="store_true",
+                default=argparse.SUPPRESS,
+                help="logs and causes on stderr",
+            )
     return top
 
 
-def _leaves(sub: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """The parsers that end a command line: the sub-commands' where there are any, and `sub`."""
-    leaves = [sub]
-    for action in sub._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            leaves = [p for p in action.choices.values()]
-    return leaves
+def leaves(sub: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """The parsers of a parser's sub-commands; none when it has none."""
+    return [
+        each
+        for action in sub._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for each in action.choices.values()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    """Run one command line. Raises nothing but what the interpreter itself raises."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal that cannot show a character gets its escape, not a crash.
+            stream.reconfigure(errors="backslashreplace")
+    as_json = "--json" in argv
+    try:
+        args = parser().parse_args(argv)
+        _log(args.verbose)
+        with _sigterm_unwinds():
+            return args.run(args) or 0
+    except SystemExit as end:
+        if end.code == TERMINATED:
+            print(_interrupted(argv), file=sys.stderr)
+        return end.code if isinstance(end.code, int) else FAILED if end.code else 0
+    except KeyboardInterrupt:
+        print(_interrupted(argv), file=sys.stderr)
+        return INTERRUPTED
+    except asyncio.CancelledError:
+        print(_interrupted(argv), file=sys.stderr)
+        return TERMINATED
+    except BrokenPipeError:
+        # The reader has left. The interpreter would complain when it flushes at its end.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except BaseException as error:
+        return _fail(_first(error), as_json=as_json, verbose="-v" in argv or "--verbose" in argv)
+
+
+def _fail(error: BaseException, *, as_json: bool, verbose: bool) -> int:
+    known = isinstance(error, TreadleError)
+    if as_json:
+        message, hint = (error.message, error.hint) if known else (str(error), "")
+        tree = {"kind": type(error).__name__, "message": message, "hint": hint}
+        print_json({"error": tree})
+    if isinstance(error, UsageError):
+        print(error.usage, end="", file=sys.stderr)
+    if not known or verbose:
+        traceback.print_exception(error)
+    if known:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return FAILED
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a group that is not itself a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _interrupted(argv: Sequence[str]) -> str:
+    if "train" in argv:
+        return "interrupted; what was committed is kept, --resume goes on"
+    if "eval" in argv:
+        return "interrupted; the answers so far are kept, the same command goes on"
+    return "interrupted"
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Within the block SIGTERM raises SystemExit(143), so that `with` blocks are left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _log(verbose: bool) -> None:
     logging.basicConfig(
-        level=logging.INFO if getattr(args, "verbose", False) else logging.WARNING,
+        level=logging.INFO if verbose else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    try:
-        return args.run(args) or 0
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted; what was committed is kept, --resume goes on", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 0
-    except TreadleError as error:
-        if getattr(args, "json", False):
-            print_json(
-                {
-                    "error": {
-                        "kind": type(error).__name__,
-                        "message": error.message,
-                        "hint": error.hint,
-                    }
-                }
-            )
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -1,24 +1,30 @@
-"""`treadle models`: the known models; `treadle models pull NAME` gets one."""
+"""`treadle models`: the known models; `treadle models pull NAME` gets one.
+
+Takes: a name. Gives: a table, or the directory of a model that is on this machine now.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from treadle import machine
-from treadle.cli.output import mib, print_json, print_table
+from treadle.cli.output import print_json, print_table, size
 
 EXAMPLE = "examples:\n  treadle models\n  treadle models pull smollm2-135m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="known models and which are here (default)")
+    actions.add_parser(
+        "list",
+        help="known models and which are here (default)",
+        epilog="example: treadle models list --json",
+    )
     pull = actions.add_parser(
         "pull", help="get a model", epilog="example: treadle models pull smollm2-135m"
     )
-    pull.add_argument("name", help="a known name")
-    parser.set_defaults(json=False, verbose=False)
+    pull.add_argument("name", help="a known name, or a hub id")
+    parser.set_defaults(action="list")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
         print_json({"models": rows})
         return 0
     print_table(
-        ["name", "here", "parameters", "size", "licence", "what"],
+        ["name", "here", "parameters", "on disk", "licence", "what"],
         [
             (
                 r.name,
-                "yes" if r.path else "no",
-                f"{r.parameters / 1e6:,.1f} M",
-                mib(r.size_bytes) if r.path else "-",
+                "yes" if r.present else "no",
+                f"{r.parameters / 1e6:,.1f} M" if r.parameters else "-",
+                size(r.bytes) if r.present else "-",
                 r.license,
                 r.description,
             )
@@ -48,17 +54,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
+    from treadle import machine
+
     machine.tune()
     from treadle.cli.progress import StageBar
 
-    if args.name == "tiny-pretrained":
-        from treadle.train.pretrain import ensure_tiny_pretrained
+    with StageBar(file=sys.stderr) as bar:
+        if args.name == "tiny-pretrained":
+            from treadle.train.pretrain import ensure_tiny_pretrained
 
-        path = ensure_tiny_pretrained()
-    else:
-        from treadle.models.pull import pull
+            bar.tell("train tiny-pretrained", None)
+            path = ensure_tiny_pretrained()
+        else:
+            from treadle.models.pull import pull
 
-        with StageBar(file=sys.stderr) as bar:
             path = pull(args.name, progress=bar.tell)
     if args.json:
         print_json({"name": args.name, "path": path})

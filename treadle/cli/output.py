@@ -11,19 +11,16 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 
 def print_json(value: Any) -> None:
-    """One document; NaN and infinities become null, paths text."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    """One ASCII document; NaN and infinities become null, paths text."""
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
@@ -41,21 +38,51 @@ def plain(value: Any) -> Any:
     return value
 
 
-def printable(text: str, limit: int = 0) -> str:
-    """Model-written text on one line: control characters shown, not obeyed."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def printable(text: str, limit: int = 0, *, keep: str = "") -> str:
+    """Model-written text: control characters shown, not obeyed, but for those in `keep`."""
+    line = "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
     return line if not limit or len(line) <= limit else line[: limit - 3] + "..."
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """A table on stdout; cells are text, never markup."""
+    """A table on stdout; cells are text, never markup. Folded only on a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title or None, title_justify="left", show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(str(cell))) for cell in row))
-    Console(file=sys.stdout, soft_wrap=False).print(table)
+    width = None if sys.stdout.isatty() else 10_000
+    Console(file=sys.stdout, soft_wrap=False, width=width).print(table)
 
 
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
+def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
+    """Names and values in two columns; values are text, never markup."""
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        print(f"{name:<{width}}  {printable(str(value))}")
+
+
+def size(num_bytes: float) -> str:
+    """As "12 KiB", "12 MiB" or "1.3 GiB"."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:,.0f} KiB"
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def ago(moment: float) -> str:
+    """How long ago a time in seconds since the epoch was."""
+    return duration(max(0.0, time.time() - moment))
+
+
+def duration(seconds: float) -> str:
+    """As "45 s", "12 min", "3.5 h" or "4.0 days"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

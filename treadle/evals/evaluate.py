@@ -72,7 +72,6 @@ async def evaluate(
     tools: Tools,
     grade: Callable[[Trajectory], Awaitable[Reward]],
     max_context: int,
-    template: str,
     seed: int,
     concurrency: int = 64,
     progress: Callable[[int, int], None] | None = None,
@@ -82,7 +81,6 @@ async def evaluate(
     Args:
         tasks: from `questions`.
         step, version: of the weights that answer.
-        template: hash of the chat template, for the record.
         grade: by the task set's strict score; its value is the score, its parts are kept.
         concurrency: trajectories in flight; more would only queue, and queueing counts
             against their time limit.
@@ -105,7 +103,7 @@ async def evaluate(
             "max_turns": rollout.max_turns,
             "top_p": 1.0,
             "seed": seed,
-            "template": template,
+            "template": renderer.template.hash,
         },
     )
     done = store.eval_done(eval_id)

@@ -16,6 +16,9 @@ heads of one key head are folded into the query length (grouped-query attention 
 Takes: types.Layout. Gives: a `forward.Attend`.
 """
 
+# autograd.Function takes any number of arguments; ours have names.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -272,9 +275,7 @@ class _Attention(torch.autograd.Function):
     """Recomputes the probabilities in backward; saves q, k and v only."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Heads, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Heads, scale: float) -> Tensor:
         q_rows, k_rows, v_rows = _token_rows(q), _token_rows(k), _token_rows(v)
         ctx.save_for_backward(q_rows, k_rows, v_rows)
         ctx.plan, ctx.scale = plan, scale

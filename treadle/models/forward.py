@@ -190,10 +190,9 @@ def _attention(
             raise _unsupported(f"`{name}`", module)
     if is_causal is False:
         raise _unsupported("bidirectional attention", module)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    return attend(layer, query, key, value, scaling, sliding_window), None
+    return attend(layer, query, key, value, scale, sliding_window), None
 
 
 def _check_window(window: int, active: _Pass) -> None:
@@ -304,12 +303,12 @@ def install(module: PreTrainedModel) -> None:
         )
     head = module.get_output_embeddings()
     for name, m in module.named_modules():
-        if m is head or not m._parameters:
+        if m is head or not m._parameters or "treadle_name" in m.__dict__:
             continue
         if type(m) is nn.Linear:
             m.__class__ = AskingLinear
             m.__dict__["treadle_name"] = name
         else:
-            m.__class__ = _asking(type(m))
+            m.__class__ = _asking(type(m))  # pyright: ignore[reportAttributeAccessIssue]
             m.__dict__["treadle_name"] = name
             m.__dict__["treadle_prefix"] = f"{name}." if name else ""

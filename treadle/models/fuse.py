@@ -11,6 +11,9 @@ and SwiGLU as single nodes of the graph, whose backward makes a third of the pas
 Takes: an installed module. Gives: the linears that are now asked together.
 """
 
+# autograd.Function takes any number of arguments; ours have names.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

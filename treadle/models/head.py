@@ -12,6 +12,9 @@ Guarantees:
 Takes: hidden states and the head's weight. Gives: logprobs and entropies in nats.
 """
 
+# autograd.Function takes any number of arguments; ours have names.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

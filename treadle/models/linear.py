@@ -10,6 +10,9 @@ Guarantees:
 Takes: named tensors. Gives: implementations of `forward.Weights`.
 """
 
+# autograd.Function takes any number of arguments; ours have names.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

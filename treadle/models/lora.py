@@ -109,7 +109,7 @@ def load_adapter(policy: Policy, directory: Path) -> None:
 
 
 def save_merged(policy: Policy, directory: Path) -> None:
-    """Write the model with its adapter merged: config, generation config, fp32 safetensors, tokenizer.
+    """Write the model with its adapter merged: configs, fp32 safetensors, tokenizer.
 
     Raises:
         WeightsError: a value is not finite.
@@ -121,7 +121,7 @@ def save_merged(policy: Policy, directory: Path) -> None:
     state: dict[str, Tensor] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         # Tied tensors keep sharing their memory, by which the library stores them once.
-        state[key] = merged.get(id(value), value.detach())
+        state[key] = merged[id(value)] if id(value) in merged else value.detach()
     _check_finite(state, "the merged model")
     directory.mkdir(parents=True, exist_ok=True)
     module.save_pretrained(directory, state_dict=state, safe_serialization=True)

@@ -92,11 +92,11 @@ class Policy:
         module: PreTrainedModel = loaded.module.to(device)
         self._module = module
         self.head = head_spec(module)
-        together = _take_over(module, self.head)
-        self._base = {name: p for name, p in module.named_parameters()}
+        self._base = dict(module.named_parameters())
         for name, p in self._base.items():
             if p.dtype != torch.float32:
                 raise ModelError(f"{name} is {p.dtype}; a policy keeps its weights in float32")
+        together = _take_over(module, self.head)
         self._units = _units(forward.linear_names(module), together, self._base)
         self._thread = threading.local()
         self._masters: dict[str, nn.Parameter]
@@ -305,12 +305,16 @@ class Policy:
 
 def _take_over(module: PreTrainedModel, head: HeadSpec) -> tuple[tuple[str, ...], ...]:
     """Install and fuse; a module that is new to us is compared with the library's forward."""
-    if forward.is_installed(module):
+    if module.__dict__.get("treadle_proven"):
         return fuse.fuse(module)
+    if forward.is_installed(module):
+        # Refused before, or installed by hand: back to the library's own attention first.
+        module.set_attn_implementation("eager")
     want = proof.library_logits(module)
     forward.install(module)
     together = fuse.fuse(module)
     proof.check(module, head, want)
+    module.__dict__["treadle_proven"] = True
     return together
 
 
@@ -318,8 +322,6 @@ def _units(
     linears: tuple[str, ...], together: tuple[tuple[str, ...], ...], base: Mapping[str, Tensor]
 ) -> tuple[tuple[str, ...], ...]:
     """Linears grouped as the module asks them; a group has biases everywhere or nowhere."""
-    units = [
-        names for names in together if len({f"{name}.bias" in base for name in names}) == 1
-    ]
+    units = [names for names in together if len({f"{name}.bias" in base for name in names}) == 1]
     grouped = {name for names in units for name in names}
     return (*units, *((name,) for name in linears if name not in grouped))

@@ -23,8 +23,9 @@ from treadle.types import Layout, Segment
 TOLERANCE = 1e-3
 """Largest difference relative to the largest logit; fp32, so noise is far below."""
 
-_LAYOUT = Layout((Segment(0, 3, None, 0), Segment(3, 2, 0, 3), Segment(5, 4, 0, 3))
-                 + (Segment(9, 5, None, 0),))
+_LAYOUT = Layout(
+    (Segment(0, 3, None, 0), Segment(3, 2, 0, 3), Segment(5, 4, 0, 3), Segment(9, 5, None, 0))
+)
 _ROWS = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Packed indices of the three sequences of the layout."""
 

@@ -86,7 +86,8 @@ class Worker:
 
 def _how_it_ended(pid: int) -> str:
     info = None
-    with contextlib.suppress(ChildProcessError):
+    # macOS has no waitid: there the end is not told, which costs only the detail.
+    with contextlib.suppress(ChildProcessError, AttributeError):
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return ""

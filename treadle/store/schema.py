@@ -55,7 +55,7 @@ CREATE TABLE trajectories (
     num_trained INTEGER NOT NULL, num_turns INTEGER NOT NULL, version_min INTEGER,
     version_max INTEGER, duration_s REAL NOT NULL, tool_calls INTEGER NOT NULL,
     tool_errors INTEGER NOT NULL, stored_at REAL NOT NULL, data BLOB NOT NULL
-) WITHOUT ROWID;
+);
 CREATE INDEX trajectories_by_ordinal ON trajectories (ordinal, sample);
 
 CREATE TABLE steps (
@@ -89,7 +89,7 @@ CREATE TABLE eval_results (
     sample INTEGER NOT NULL, score REAL, parts TEXT NOT NULL, error TEXT,
     answer TEXT NOT NULL, num_sampled INTEGER NOT NULL, stored_at REAL NOT NULL, data BLOB,
     PRIMARY KEY (eval_id, task_id, sample)
-) WITHOUT ROWID;
+);
 
 CREATE TABLE metrics (
     axis TEXT NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL, time REAL NOT NULL,

@@ -24,7 +24,6 @@ Takes: a family and its options. Gives: Taskset.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import threading
@@ -105,11 +104,12 @@ class ReasoningGym:
 
     @property
     def provenance(self) -> Provenance:
-        version = importlib.metadata.version("reasoning-gym")
+        from importlib.metadata import version
+
+        library = f"reasoning-gym {version('reasoning-gym')}"
         options = json.dumps(self._options, default=str, sort_keys=True)
         return Provenance(
-            source=f"reasoning-gym {version}, family {self.family}, options {options}",
-            license="Apache-2.0",
+            source=f"{library}, family {self.family}, options {options}", license="Apache-2.0"
         )
 
     @property

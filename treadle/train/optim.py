@@ -109,6 +109,9 @@ class Optimiser:
             for options in self._adamw.param_groups:
                 options["lr"] = lr
             self._adamw.step()
+            # The fused kernel writes without telling autograd; whoever derived something from the
+            # parameters finds out by their version counters.
+            torch.autograd.graph.increment_version(list(self._parameters.values()))
             self.updates += 1
             self.skipped_in_a_row = 0
         else:

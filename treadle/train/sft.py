@@ -10,9 +10,10 @@ loss of every step.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from treadle.batch import pack
 from treadle.config import LearnConfig
@@ -36,38 +37,56 @@ def sft(
     warmup_steps: int = 0,
     micro_tokens: int = 4096,
     seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Minimise the cross-entropy of the demonstrated tokens.
+    """The losses of the first `steps` of `sft_steps`; arguments and errors are the same."""
+    endless = sft_steps(
+        policy,
+        demonstrations,
+        batch_tokens=batch_tokens,
+        lr=lr,
+        warmup_steps=warmup_steps,
+        micro_tokens=micro_tokens,
+        seed=seed,
+    )
+    return list(itertools.islice(endless, steps))
+
+
+def sft_steps(
+    policy: TrainablePolicy,
+    demonstrations: Sequence[Demonstration],
+    *,
+    batch_tokens: int,
+    lr: float,
+    warmup_steps: int = 0,
+    micro_tokens: int = 4096,
+    seed: int = 0,
+) -> Iterator[float]:
+    """Minimise the cross-entropy of the demonstrated tokens, one update per item, for ever.
 
     Args:
         policy: what is trained, in place.
         demonstrations: at least one.
-        steps: optimiser updates.
         batch_tokens: a batch is filled until it has this many tokens, prompts included; it may
             exceed it by its last demonstration.
         lr: peak rate; linear warm-up over `warmup_steps`, then constant.
         micro_tokens: packed tokens of one forward and backward.
         seed: of the order of the demonstrations.
-        progress: called with (step, loss) after each update.
 
-    Returns:
-        Mean negative log-likelihood in nats per learnt token, of each step, before its update.
+    Yields:
+        Mean negative log-likelihood in nats per learnt token, before the update just made.
 
     Raises:
         DataError: no demonstrations, or one whose mask has another length, learns nothing, or
             learns its first token.
         ContractError: several updates in a row were not finite.
     """
-    samples = [_sample(i, ids, mask) for i, (ids, mask) in enumerate(demonstrations)]
+    samples = [demonstration_sample(i, ids, mask) for i, (ids, mask) in enumerate(demonstrations)]
     if not samples:
         raise DataError("there are no demonstrations to learn from")
     learn = LearnConfig(lr=lr, warmup_steps=warmup_steps, micro_tokens=micro_tokens)
     optimiser = Optimiser(policy.parameters(), learn)
-    batches = _batches(samples, batch_tokens, seed)
-    losses: list[float] = []
-    for step in range(steps):
-        micros = pack(next(batches), micro_tokens=micro_tokens)
+    for step, batch in enumerate(_batches(samples, batch_tokens, seed)):
+        micros = pack(batch, micro_tokens=micro_tokens)
         num_global_tokens = sum(micro.num_trained for micro in micros)
         total = 0.0
         for micro in micros:
@@ -77,10 +96,7 @@ def sft(
             total += float(result.loss.detach())
         if optimiser.apply(total, where=f"SFT step {step}").applied:
             policy.refresh()
-        losses.append(total)
-        if progress is not None:
-            progress(step, total)
-    return losses
+        yield total
 
 
 def _batches(samples: Sequence[Sample], batch_tokens: int, seed: int) -> Iterator[list[Sample]]:
@@ -99,7 +115,12 @@ def _batches(samples: Sequence[Sample], batch_tokens: int, seed: int) -> Iterato
         epoch += 1
 
 
-def _sample(index: int, ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+def demonstration_sample(index: int, ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+    """A demonstration as a row: nothing sampled it, so it has no logprobs and no versions.
+
+    Raises:
+        DataError: the mask has another length, learns nothing, or learns the first token.
+    """
     if len(ids) != len(mask) or not any(mask) or mask[0]:
         raise DataError(
             f"demonstration {index} has {len(ids)} tokens and a mask of {len(mask)} with "

@@ -343,6 +343,8 @@ class Engine:
         with self._lock:
             self._dead = error
             self._sessions.clear()
-        self._stepper.fail_all(error)
-        while not self._inbox.empty():
-            fail(self._inbox.get().future, again(error))
+        try:
+            self._stepper.fail_all(error)
+        finally:
+            while not self._inbox.empty():
+                fail(self._inbox.get().future, again(error))

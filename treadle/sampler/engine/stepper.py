@@ -140,14 +140,15 @@ class Stepper:
 
     def fail_all(self, error: SamplerError) -> None:
         """Resolve every turn with an error and hold nothing any more."""
-        turns = [row.request for row in self.scheduler.rows] + list(self.scheduler.waiting)
+        # The waiters first: what follows may trip over whatever killed the engine.
+        for turn in (*self.scheduler.rows, *self.scheduler.waiting):
+            request = turn.request if isinstance(turn, Row) else turn
+            fail(request.future, again(error))
         for row in list(self.scheduler.rows):
             self.scheduler.finish(row, keep=False)
         for request in list(self.scheduler.waiting):
             self.scheduler.withdraw(request)
         self._cache.close_all()
-        for request in turns:
-            fail(request.future, again(error))
 
     # ------------------------------------------------------------------ a step
 
@@ -158,6 +159,7 @@ class Stepper:
         admitted = self.scheduler.admit()
         assert admitted or self.scheduler.rows or not self.scheduler.waiting, "nothing can run"
         self._cached += sum(row.cached for row in admitted)
+        self._prefill_tokens += sum(row.pending for row in admitted)
         self._prefill(admitted)
         self._decode(self.scheduler.rows)
         self._steps += 1
@@ -202,7 +204,6 @@ class Stepper:
         )
         copies: list[tuple[int, int]] = []
         for row in leaders:
-            self._prefill_tokens += row.pending
             row.table.length = len(row.ids)
             copies += self._cache.remember(row.request.session, row.table, row.ids)
         index = {row: i for i, row in enumerate(leaders)}
@@ -268,7 +269,7 @@ class Stepper:
             row.entropies.append(entropy)
             row.versions.append(version)
             self._decoded += 1
-            reason = self._stop_rule.reason(row.drawn, row.request.params)
+            reason = self._stop_rule.reason(row.ids, len(row.request.prompt), row.request.params)
             if reason is not None:
                 self.scheduler.finish(row, keep=True)
                 fulfil(row.request.future, row.completion(reason))
@@ -310,9 +311,8 @@ class Stepper:
 
 
 def _plain(row: Row) -> bool:
-    """Whether the row needs nothing but temperature."""
-    params = row.request.params
-    return params.temperature > 0 and params.top_p >= 1 and params.top_k == 0
+    """Whether the row needs nothing but a temperature."""
+    return row.request.params.top_p >= 1 and row.request.params.top_k == 0
 
 
 def fulfil(future: Future[Any], result: object) -> None:

@@ -26,19 +26,25 @@ class StopRule:
         self._stop_ids = frozenset(stop_ids)
         self._tokenizer = tokenizer
 
-    def reason(self, drawn: Sequence[int], params: SamplingParams) -> StopReason | None:
-        """Why the turn ends with the last of `drawn`; None when it does not."""
-        if drawn[-1] in self._stop_ids:
+    def reason(self, ids: Sequence[int], first: int, params: SamplingParams) -> StopReason | None:
+        """Why the turn ends with the last of `ids`; None when it does not.
+
+        Args:
+            ids: the prompt and what was drawn.
+            first: index of the first drawn id.
+        """
+        if ids[-1] in self._stop_ids:
             return StopReason.EOS
-        if params.stop and self._says(drawn, params.stop):
+        if params.stop and self._says(ids, first, params.stop):
             return StopReason.STOP_STRING
-        if len(drawn) >= params.max_new_tokens:
+        if len(ids) - first >= params.max_new_tokens:
             return StopReason.LENGTH
         return None
 
-    def _says(self, drawn: Sequence[int], stop: Sequence[str]) -> bool:
+    def _says(self, ids: Sequence[int], first: int, stop: Sequence[str]) -> bool:
         # A token is at least one byte of text, and an earlier match would have stopped the turn,
         # so a match lies in this many last tokens.
         window = max(len(s.encode()) for s in stop) + _SLACK
-        text = self._tokenizer.decode(list(drawn[-window:]), skip_special_tokens=False)
+        tail = ids[max(first, len(ids) - window) :]
+        text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
         return any(s in text for s in stop)

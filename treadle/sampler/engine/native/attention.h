@@ -153,10 +153,17 @@ inline void attend(const bf16* q, int heads, int head_dim, float scale, const Sp
       for (int g = 0; g < n; g++) at[g] = out.at(row, column + (head + g) * head_dim + d);
       const Span* ahead = d == 0 && head + n == heads ? next : nullptr;
       switch (n) {
-        case 1: weighted_values<1>(span, head_dim, probabilities, padded, d, at, ahead); break;
-        case 2: weighted_values<2>(span, head_dim, probabilities, padded, d, at, ahead); break;
-        case 3: weighted_values<3>(span, head_dim, probabilities, padded, d, at, ahead); break;
-        default: weighted_values<4>(span, head_dim, probabilities, padded, d, at, ahead);
+        case 1:
+          weighted_values<1>(span, head_dim, probabilities, padded, d, at, ahead);
+          break;
+        case 2:
+          weighted_values<2>(span, head_dim, probabilities, padded, d, at, ahead);
+          break;
+        case 3:
+          weighted_values<3>(span, head_dim, probabilities, padded, d, at, ahead);
+          break;
+        default:
+          weighted_values<4>(span, head_dim, probabilities, padded, d, at, ahead);
       }
     }
   }

@@ -1,12 +1,13 @@
 // A Llama-like decoder for CPUs with bf16 dot products: one parallel region per step.
 //
-//   embed -> [ norm -> qkv -> rotate, write KV -> attend -> o + residual
+//   embed -> [ norm -> qkv -> rotate, write KV, attend -> o + residual
 //              norm -> gate, up -> silu * -> down + residual ] x layers
 //         -> norm -> head -> (sample)
 //
-// Each line is a phase; phases are separated by barriers and their items shared by the threads
-// (team.h). Activations between phases stay in the second-level caches; weights (gemm.h) pass
-// through once. The C interface at the end is all that Python sees.
+// An arrow starts a phase (team.h). Weights (gemm.h) pass through once; activations stay in the
+// second-level caches, and phases are dealt so that a thread mostly finds there what it wrote
+// itself: columns of products and of the residual stream, KV heads of attention. The C interface
+// at the end is all that Python sees.
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -56,11 +57,11 @@ struct TreadleCall {
   std::int32_t rows, table_width;
   const std::int64_t* ids;
   const std::int32_t* positions;
-  const std::int32_t* tables;         // [rows, table_width]
-  std::int32_t num_outputs;           // rows that get logits
-  const std::int64_t* outputs;        // which, or null for all in order
-  float* logits;                      // [num_outputs, vocab], or null
-  const float* temperature;           // [num_outputs]; null = do not sample
+  const std::int32_t* tables;   // [rows, table_width]
+  std::int32_t num_outputs;     // rows that get logits
+  const std::int64_t* outputs;  // which, or null for all in order
+  float* logits;                // [num_outputs, vocab], or null
+  const float* temperature;     // [num_outputs]; null = do not sample
   const double* uniform;
   std::int64_t* next;
   float* logprobs;
@@ -72,7 +73,7 @@ struct TreadleCall {
 namespace treadle {
 namespace {
 
-enum Section { kNorm, kQkv, kRotate, kAttend, kO, kGateUp, kDown, kHead, kSample, kSections };
+enum Section { kNorm, kQkv, kAttend, kO, kGateUp, kDown, kHead, kSample, kSections };
 
 constexpr int kChunkUnits = kChunk / kUnit;
 
@@ -135,16 +136,19 @@ class Decoder {
         const TreadleLayer& from = w.layers[i];
         const Layer& to = layers_[i];
         const auto rows = [](const void* p, int inputs) {
-          return [p, inputs](int n) { return static_cast<const bf16*>(p) + std::size_t(n) * inputs; };
+          return
+              [p, inputs](int n) { return static_cast<const bf16*>(p) + std::size_t(n) * inputs; };
         };
-        const auto q = rows(from.q, s_.hidden), k = rows(from.k, s_.hidden), v = rows(from.v, s_.hidden);
+        const void* qkv[] = {from.q, from.k, from.v};
         const auto gate = rows(from.gate, s_.hidden), up = rows(from.up, s_.hidden);
         phases[4 * i].each(thread, [&](int unit) {
           pack_unit(to.qkv, unit, [&](int n) {
-            return n < q_width_ ? q(n) : n < q_width_ + kv_width_ ? k(n - q_width_) : v(n - q_width_ - kv_width_);
+            const Column column = qkv_column(n);
+            return rows(qkv[column.part], s_.hidden)(column.index);
           });
         });
-        phases[4 * i + 1].each(thread, [&](int unit) { pack_unit(to.o, unit, rows(from.o, q_width_)); });
+        phases[4 * i + 1].each(thread,
+                               [&](int unit) { pack_unit(to.o, unit, rows(from.o, q_width_)); });
         // A unit is 16 columns of gate beside the same 16 of up, so that one call sees both.
         phases[4 * i + 2].each(thread, [&](int unit) {
           pack_unit(to.gate_up, unit, [&](int n) {
@@ -152,12 +156,13 @@ class Decoder {
             return n % kUnit < 16 ? gate(column) : up(column);
           });
         });
-        phases[4 * i + 3].each(thread,
-                               [&](int unit) { pack_unit(to.down, unit, rows(from.down, s_.intermediate)); });
+        phases[4 * i + 3].each(
+            thread, [&](int unit) { pack_unit(to.down, unit, rows(from.down, s_.intermediate)); });
       }
       phases.back().each(thread, [&](int unit) {
         pack_unit(head_, unit, [&](int n) {
-          return n < s_.vocab ? static_cast<const bf16*>(w.head) + std::size_t(n) * s_.hidden : nullptr;
+          return n < s_.vocab ? static_cast<const bf16*>(w.head) + std::size_t(n) * s_.hidden
+                              : nullptr;
         });
       });
     });
@@ -217,12 +222,28 @@ class Decoder {
       const int group = m == &head_ ? kChunkUnits : 1;
       for (int t = 0; t < s_.threads; t++) {
         const auto at = [&](int thread) {
-          return m->data + m->unit_bytes() * group * run_begin(m->units / group, thread, s_.threads);
+          return m->data +
+                 m->unit_bytes() * group * run_begin(m->units / group, thread, s_.threads);
         };
         streams_[t].add(at(t), at(t + 1));
       }
     }
   }
+
+  // The columns of qkv go by KV head: its queries, its key, its value.
+  struct Column {
+    int part;  // 0 q, 1 k, 2 v
+    int index;
+  };
+  Column qkv_column(int n) const {
+    const int kv_head = n / group_width(), inside = n % group_width();
+    const int queries = group() * s_.head_dim;
+    if (inside < queries) return {0, kv_head * queries + inside};
+    const int part = inside < queries + s_.head_dim ? 1 : 2;
+    return {part, kv_head * s_.head_dim + inside - queries - (part - 1) * s_.head_dim};
+  }
+  int group() const { return s_.heads / s_.kv_heads; }
+  int group_width() const { return (group() + 2) * s_.head_dim; }
 
   void pack_small(Layer& to, const TreadleLayer& from) {
     const auto copy = [](std::vector<bf16>& out, const void* p, int n) {
@@ -232,9 +253,11 @@ class Decoder {
     for (auto* v : {&to.norm1, &to.norm2, &to.bias, &to.q_norm, &to.k_norm}) v->clear();
     copy(to.norm1, from.norm1, s_.hidden);
     copy(to.norm2, from.norm2, s_.hidden);
-    copy(to.bias, from.q_bias, q_width_);
-    copy(to.bias, from.k_bias, kv_width_);
-    copy(to.bias, from.v_bias, kv_width_);
+    const void* bias[] = {from.q_bias, from.k_bias, from.v_bias};
+    for (int n = 0; from.q_bias != nullptr && n < q_width_ + 2 * kv_width_; n++) {
+      const Column column = qkv_column(n);
+      to.bias.push_back(static_cast<const bf16*>(bias[column.part])[column.index]);
+    }
     copy(to.q_norm, from.q_norm, s_.head_dim);
     copy(to.k_norm, from.k_norm, s_.head_dim);
   }
@@ -252,21 +275,24 @@ class Decoder {
         return text;
       }
       if (position < 0 || position >= s_.positions || position / kPositions >= call.table_width) {
-        std::snprintf(text, sizeof text, "row %d of %d: position %d, but %d positions and a table of %d blocks",
-                      r, call.rows, position, s_.positions, call.table_width);
+        std::snprintf(text, sizeof text,
+                      "row %d of %d: position %d, but %d positions and a table of %d blocks", r,
+                      call.rows, position, s_.positions, call.table_width);
         return text;
       }
       for (int b = 0; b <= position / kPositions; b++) {
         const int block = call.tables[std::size_t(r) * call.table_width + b];
         if (block < 0 || block >= s_.kv_blocks) {
-          std::snprintf(text, sizeof text, "row %d of %d: table entry %d is block %d, outside 0..%lld", r,
-                        call.rows, b, block, static_cast<long long>(s_.kv_blocks - 1));
+          std::snprintf(text, sizeof text,
+                        "row %d of %d: table entry %d is block %d, outside 0..%lld", r, call.rows,
+                        b, block, static_cast<long long>(s_.kv_blocks - 1));
           return text;
         }
       }
     }
     for (int i = 0; call.outputs != nullptr && i < call.num_outputs; i++) {
-      if (call.outputs[i] < 0 || call.outputs[i] >= call.rows) return "an output row does not exist";
+      if (call.outputs[i] < 0 || call.outputs[i] >= call.rows)
+        return "an output row does not exist";
     }
     return "";
   }
@@ -282,34 +308,64 @@ class Decoder {
     const std::size_t x = place(std::size_t(stride) * s_.hidden * 2);
     const std::size_t attended = place(std::size_t(stride) * q_width_ * 2);
     const std::size_t act = place(std::size_t(stride) * s_.intermediate * 2);
-    const std::size_t h = place(std::size_t(call.rows) * s_.hidden * 2);
-    const std::size_t qkv = place(std::size_t(call.rows) * qkv_width() * 2);
+    const int padded = (call.rows + 15) / 16 * 16, blocks = s_.hidden / kBlock;
+    const std::size_t h = place(std::size_t(stride) * s_.hidden * 2);
+    const std::size_t squares = place(sizeof(float) * padded * blocks);
+    const std::size_t qkv = place(std::size_t(call.rows) * group_width() * s_.kv_heads * 2);
     const bool sampling = call.temperature != nullptr;
-    const std::size_t stats = place(sampling ? sizeof(ChunkStats) * chunks() * call.num_outputs : 0);
+    const std::size_t stats =
+        place(sampling ? sizeof(ChunkStats) * chunks() * call.num_outputs : 0);
     const std::size_t logits =
         place(sampling ? sizeof(float) * kChunk * chunks() * call.num_outputs : 0);
     work_.reserve(bytes);
+    rows_ = call.rows;
+    independent_ = independent(call);
     x_ = {work_.as<bf16>(x), stride};
     attended_ = {work_.as<bf16>(attended), stride};
     act_ = {work_.as<bf16>(act), stride};
-    h_ = work_.as<bf16>(h);
+    residual_ = {{work_.as<bf16>(h), stride}, work_.as<float>(squares), padded, blocks};
     qkv_ = work_.as<bf16>(qkv);
     stats_ = work_.as<ChunkStats>(stats);
     logits_ = sampling ? work_.as<float>(logits) : call.logits;
     logits_stride_ = sampling ? std::size_t(kChunk) * chunks() : std::size_t(s_.vocab);
 
+    outputs_.clear();
+    for (int i = 0; call.outputs != nullptr && i < (call.num_outputs + 15) / 16 * 16; i++) {
+      outputs_.push_back(i < call.num_outputs ? static_cast<std::int32_t>(call.outputs[i]) : 0);
+    }
     auto phase = phases_.begin();
+    (phase++)->deal(blocks);
     for (const Layer& layer : layers_) {
-      for (const int items : {call.rows, layer.qkv.units, call.rows, call.rows * s_.kv_heads, layer.o.units,
-                              call.rows, layer.gate_up.units, layer.down.units}) {
+      const int heads = call.rows * s_.kv_heads;
+      for (const int items : {blocks, layer.qkv.units, independent_ ? 0 : heads, heads,
+                              layer.o.units, blocks, layer.gate_up.units, layer.down.units}) {
         (phase++)->deal(items);
       }
     }
-    for (const int items : {call.num_outputs, chunks(), call.num_outputs}) (phase++)->deal(items);
+    for (const int items : {blocks, chunks(), call.num_outputs}) (phase++)->deal(items);
     for (double& section : sections_) section = 0.0;
   }
 
-  int qkv_width() const { return q_width_ + 2 * kv_width_; }
+  // Whether no row reads a block that another row writes: then a row may attend before the
+  // others have written their keys and values. True for decoding, false for prompts.
+  bool independent(const TreadleCall& call) {
+    writer_.resize(std::size_t(s_.kv_blocks), -1);
+    bool yes = true;
+    for (int r = 0; r < call.rows; r++) {
+      std::int32_t& writer = writer_[block_of(call, r, call.positions[r])];
+      yes = yes && writer < 0;
+      writer = r;
+    }
+    for (int r = 0; yes && r < call.rows; r++) {
+      for (int p = 0; p <= call.positions[r]; p += kPositions) {
+        const std::int32_t writer = writer_[block_of(call, r, p)];
+        yes = yes && (writer < 0 || writer == r);
+      }
+    }
+    for (int r = 0; r < call.rows; r++) writer_[block_of(call, r, call.positions[r])] = -1;
+    return yes;
+  }
+
   int chunks() const { return head_.units / kChunkUnits; }
 
   void step(int thread, const TreadleCall& call) {
@@ -332,56 +388,55 @@ class Decoder {
       multiply(w, x, rows, kernel_, *phase, stream, lead_, thread, done);
     };
 
+    phase->each(thread, [&](int block) { embed(call, block); });
+    finish(kNorm);
     for (int index = 0; index < s_.layers; index++) {
       const Layer& layer = layers_[index];
-      phase->each(thread, [&](int row) {
-        bf16* h = h_ + std::size_t(row) * s_.hidden;
-        if (index == 0) {
-          std::memcpy(h, embedding_ + std::size_t(call.ids[row]) * s_.hidden, std::size_t(s_.hidden) * 2);
-        }
-        rms_norm(h, layer.norm1.data(), s_.hidden, s_.eps, x_, row);
+      phase->each(thread, [&](int block) {
+        residual_.norm(block, rows, nullptr, layer.norm1.data(), s_.eps, x_);
       });
       finish(kNorm);
 
       product(layer.qkv, x_, [&](int unit, int first, int n, const float* c) {
         const int column = unit * kUnit;
-        for (int r = 0; r < n; r++) {
-          bf16* out = qkv_ + std::size_t(first + r) * qkv_width() + column;
+        bf16* out = projected(column / group_width(), first) + column % group_width();
+        for (int r = 0; r < n; r++, out += group_width()) {
           for (int i = 0; i < kUnit; i += 16) {
             __m512 y = _mm512_load_ps(c + r * kUnit + i);
-            if (!layer.bias.empty()) y = _mm512_add_ps(y, load_bf16(layer.bias.data() + column + i));
+            if (!layer.bias.empty())
+              y = _mm512_add_ps(y, load_bf16(layer.bias.data() + column + i));
             store_bf16(out + i, y);
           }
         }
       });
       finish(kQkv);
 
-      phase->each(thread, [&](int row) { place_row(layer, index, call, row); });
-      finish(kRotate);
-
+      if (!independent_) {
+        phase->each(thread, [&](int item) { write_kv(layer, index, call, item); });
+      }
+      finish(kAttend);
       phase->each(thread, [&](int item) {
-        const int row = item / s_.kv_heads, kv_head = item % s_.kv_heads;
-        const int group = s_.heads / s_.kv_heads;
-        const Span span = span_of(index, call, item);
+        if (independent_) write_kv(layer, index, call, item);
+        const int row = item % rows, kv_head = item / rows;
         const bool more = item + 1 < rows * s_.kv_heads;
         const Span next = more ? span_of(index, call, item + 1) : Span{};
-        const int column = kv_head * group * s_.head_dim;
-        attend(qkv_ + std::size_t(row) * qkv_width() + column, group, s_.head_dim, s_.scale, span, attended_,
-               row, column, scratch, more ? &next : nullptr);
+        attend(projected(kv_head, row), group(), s_.head_dim, s_.scale, span_of(index, call, item),
+               attended_, row, kv_head * group() * s_.head_dim, scratch, more ? &next : nullptr);
         stream.fetch(4096, lead_);
       });
       finish(kAttend);
 
       const auto into_residual = [&](int unit, int first, int n, const float* c) {
-        for (int r = 0; r < n; r++) {
-          add_residual(h_ + std::size_t(first + r) * s_.hidden + unit * kUnit, c + r * kUnit);
+        for (int r = 0; r < n; r++) add_residual(residual_.at(first + r, unit), c + r * kUnit);
+        for (int r = 0; r < n; r += 16) {
+          residual_.sum_squares(unit, first + r, std::min(16, n - r));
         }
       };
       product(layer.o, attended_, into_residual);
       finish(kO);
 
-      phase->each(thread, [&](int row) {
-        rms_norm(h_ + std::size_t(row) * s_.hidden, layer.norm2.data(), s_.hidden, s_.eps, x_, row);
+      phase->each(thread, [&](int block) {
+        residual_.norm(block, rows, nullptr, layer.norm2.data(), s_.eps, x_);
       });
       finish(kNorm);
 
@@ -397,17 +452,19 @@ class Decoder {
       finish(kDown);
     }
 
-    phase->each(thread, [&](int i) {
-      const std::int64_t row = call.outputs == nullptr ? i : call.outputs[i];
-      rms_norm(h_ + std::size_t(row) * s_.hidden, norm_.data(), s_.hidden, s_.eps, x_, i);
+    phase->each(thread, [&](int block) {
+      residual_.norm(block, call.num_outputs, outputs_.empty() ? nullptr : outputs_.data(),
+                     norm_.data(), s_.eps, x_);
     });
     finish(kNorm);
-    phase->each(thread, [&](int chunk) { head_chunk(call, chunk, stream, static_cast<float*>(scratch)); });
+    phase->each(thread,
+                [&](int chunk) { head_chunk(call, chunk, stream, static_cast<float*>(scratch)); });
     finish(kHead);
     if (call.temperature == nullptr) return;
     phase->each(thread, [&](int i) {
-      const Draw drawn = draw(logits_ + logits_stride_ * i, s_.vocab, stats_ + std::size_t(chunks()) * i,
-                              call.temperature[i], call.uniform[i]);
+      const Draw drawn =
+          draw(logits_ + logits_stride_ * i, s_.vocab, stats_ + std::size_t(chunks()) * i,
+               call.temperature[i], call.uniform[i]);
       call.next[i] = drawn.id;
       call.logprobs[i] = drawn.logprob;
       call.entropies[i] = drawn.entropy;
@@ -415,32 +472,48 @@ class Decoder {
     finish(kSample);
   }
 
-  // Head norms and rotation of a row's queries and keys; its keys and values go to the cache.
-  void place_row(const Layer& layer, int index, const TreadleCall& call, int row) {
-    const int dim = s_.head_dim, position = call.positions[row];
-    const bf16* cos = cos_.data() + std::size_t(position) * dim / 2;
-    const bf16* sin = sin_.data() + std::size_t(position) * dim / 2;
-    bf16* q = qkv_ + std::size_t(row) * qkv_width();
-    bf16* k = q + q_width_;
-    const bf16* v = k + kv_width_;
-    for (int head = 0; head < s_.heads + s_.kv_heads; head++) {
-      bf16* x = q + head * dim;  // keys follow queries
-      const auto& norm = head < s_.heads ? layer.q_norm : layer.k_norm;
-      if (!norm.empty()) head_norm(x, norm.data(), dim, s_.eps);
-      rotate(x, cos, sin, dim);
+  void embed(const TreadleCall& call, int block) const {
+    for (int row = 0; row < call.rows; row++) {
+      std::memcpy(residual_.at(row, block),
+                  embedding_ + std::size_t(call.ids[row]) * s_.hidden + block * kBlock, kBlock * 2);
     }
-    const std::size_t block = call.tables[std::size_t(row) * call.table_width + position / kPositions];
-    const std::size_t inside = block * cache_.block_size() + std::size_t(position % kPositions) * dim;
-    for (int head = 0; head < s_.kv_heads; head++) {
-      const std::size_t to = cache_.at(index, head) + inside;
-      std::memcpy(cache_.k + to, k + head * dim, std::size_t(dim) * 2);
-      std::memcpy(cache_.v + to, v + head * dim, std::size_t(dim) * 2);
+    for (int row = 0; row < call.rows; row += 16) {
+      residual_.sum_squares(block, row, std::min(16, call.rows - row));
     }
   }
 
+  // Queries, key and value of a row for one KV head.
+  bf16* projected(int kv_head, int row) const {
+    return qkv_ + (std::size_t(kv_head) * rows_ + row) * group_width();
+  }
+
+  // Head norms and rotation of one row's queries and key of one KV head; key and value go to
+  // the cache.
+  void write_kv(const Layer& layer, int index, const TreadleCall& call, int item) const {
+    const int row = item % rows_, kv_head = item / rows_;
+    const int dim = s_.head_dim, position = call.positions[row];
+    const bf16* cos = cos_.data() + std::size_t(position) * dim / 2;
+    const bf16* sin = sin_.data() + std::size_t(position) * dim / 2;
+    bf16* x = projected(kv_head, row);
+    for (int head = 0; head <= group(); head++, x += dim) {
+      const auto& norm = head < group() ? layer.q_norm : layer.k_norm;
+      if (!norm.empty()) head_norm(x, norm.data(), dim, s_.eps);
+      rotate(x, cos, sin, dim);
+    }
+    const std::size_t block = block_of(call, row, position);
+    const std::size_t to = cache_.at(index, kv_head) + block * cache_.block_size() +
+                           std::size_t(position % kPositions) * dim;
+    std::memcpy(cache_.k + to, x - dim, std::size_t(dim) * 2);
+    std::memcpy(cache_.v + to, x, std::size_t(dim) * 2);
+  }
+
+  static std::int32_t block_of(const TreadleCall& call, int row, int position) {
+    return call.tables[std::size_t(row) * call.table_width + position / kPositions];
+  }
+
   Span span_of(int index, const TreadleCall& call, int item) const {
-    const int row = item / s_.kv_heads, kv_head = item % s_.kv_heads;
-    const std::size_t at = cache_.at(index, kv_head);
+    const int row = item % rows_;
+    const std::size_t at = cache_.at(index, item / rows_);
     return {cache_.k + at, cache_.v + at, cache_.block_size(),
             call.tables + std::size_t(row) * call.table_width, call.positions[row] + 1};
   }
@@ -454,9 +527,10 @@ class Decoder {
       const int n = std::min(kRows, rows - first);
       for (int u = 0; u < kChunkUnits; u++) {
         if (first == 0) stream.use(bytes);
-        const auto ahead = first < passes * kRows ? stream.take(bytes / passes, lead_) : Stream::Piece{nullptr, 0};
-        kernel_(head_.data + bytes * (std::size_t(chunk) * kChunkUnits + u), head_.blocks, x_.at(first, 0),
-                x_.stride, n, c + u * kUnit, kChunk, ahead);
+        const auto ahead =
+            first < passes * kRows ? stream.take(bytes / passes, lead_) : Stream::Piece{nullptr, 0};
+        kernel_(head_.data + bytes * (std::size_t(chunk) * kChunkUnits + u), head_.blocks,
+                x_.at(first, 0), x_.stride, n, c + u * kUnit, kChunk, ahead);
       }
       for (int r = 0; r < n; r++) {
         const int i = first + r;
@@ -499,7 +573,10 @@ class Decoder {
   Buffer work_, scratch_;
   std::size_t scratch_step_ = 0;
   Activations x_, attended_, act_;
-  bf16* h_ = nullptr;
+  Residual residual_;
+  int rows_ = 0;
+  bool independent_ = false;
+  std::vector<std::int32_t> outputs_, writer_;
   bf16* qkv_ = nullptr;
   ChunkStats* stats_ = nullptr;
   float* logits_ = nullptr;

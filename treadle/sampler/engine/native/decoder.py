@@ -22,7 +22,7 @@ from treadle.errors import ContractError, SamplerError, WeightsError
 from treadle.sampler.engine.native import abi, build, family
 from treadle.types import ModelShape
 
-SECTIONS = ("norm", "qkv", "rotate", "attend", "o", "gate_up", "down", "head", "sample")
+SECTIONS = ("norm", "qkv", "attend", "o", "gate_up", "down", "head", "sample")
 """Parts of a step, in the order of the library's clock."""
 
 _KERNELS = {"best": 0, "avx512_bf16": 1, "amx_bf16": 2}

@@ -19,9 +19,9 @@
 
 namespace treadle {
 
-constexpr int kUnit = 32;        // output columns of a unit
-constexpr int kBlock = 32;       // inputs of a block
-constexpr int kRows = 32;        // rows of one kernel call at most
+constexpr int kUnit = 32;   // output columns of a unit
+constexpr int kBlock = 32;  // inputs of a block
+constexpr int kRows = 32;   // rows of one kernel call at most
 constexpr int kTileBytes = 1024;
 constexpr int kBlockBytes = 2 * kTileBytes;
 
@@ -197,8 +197,8 @@ inline void rows_avx512(const std::uint8_t* unit, int blocks, const bf16* x, int
   }
 }
 
-inline void kernel_avx512(const std::uint8_t* unit, int blocks, const bf16* x, int stride,
-                          int rows, float* c, int ldc, Stream::Piece ahead) {
+inline void kernel_avx512(const std::uint8_t* unit, int blocks, const bf16* x, int stride, int rows,
+                          float* c, int ldc, Stream::Piece ahead) {
   const auto* next = reinterpret_cast<const char*>(ahead.begin);
   std::size_t step = ahead.bytes / blocks;
   for (; rows >= 8; rows -= 8, x += 8 * kBlock, c += 8 * ldc, step = 0) {
@@ -222,7 +222,8 @@ void multiply(const Matrix& w, const Activations& x, int rows, Kernel kernel, Ph
     stream.use(bytes);
     for (int row = 0; row < rows; row += kRows) {
       const int n = rows - row < kRows ? rows - row : kRows;
-      const auto ahead = row < passes * kRows ? stream.take(bytes / passes, lead) : Stream::Piece{nullptr, 0};
+      const auto ahead =
+          row < passes * kRows ? stream.take(bytes / passes, lead) : Stream::Piece{nullptr, 0};
       kernel(w.data + bytes * unit, w.blocks, x.at(row, 0), x.stride, n, c, kUnit, ahead);
       done(unit, row, n, c);
     }

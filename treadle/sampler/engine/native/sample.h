@@ -120,7 +120,8 @@ inline Draw draw(const float* logits, int vocab, const ChunkStats* chunks, float
     _mm512_store_ps(e, exp_ps(_mm512_sub_ps(scaled16(logits + start, i, valid, factor), shift)));
     for (int lane = 0; lane < 16 && i + lane < valid; lane++) {
       if (greedy) {
-        if (logits[start + i + lane] * inverse == chunks[chunk].top) return finish(start + i + lane);
+        if (logits[start + i + lane] * inverse == chunks[chunk].top)
+          return finish(start + i + lane);
         continue;
       }
       if (e[lane] <= 0.0f) continue;  // a token of probability 0 is never drawn

@@ -1,0 +1,144 @@
+"""What every number of a run means: definition, unit, good direction.
+
+Guarantees: one table for the page, the docs and the tests; a metric that a run stores and this
+table does not know is a failing test (B152).
+
+Takes: the METRICS of the rooms. Gives: Definitions by metric name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+CONTROLLER: dict[str, str] = {
+    "groups/trained": "groups that the step trained on",
+    "groups/dropped": "groups finished since the step before that can teach nothing: equal "
+    "rewards, nothing scored, every trajectory failed",
+    "generate/tokens_per_s": "sampled tokens of the groups finished for this step, dropped ones "
+    "included, over the seconds that the trainer waited for them",
+    "time/generate_s": "wall clock from the end of the step before until the groups were there",
+    "time/train_s": "wall clock of advantages, packing, forward, backward and update",
+    "advantage/groups": "groups whose rewards were compared",
+    "advantage/singleton_groups": "of these, groups in which one trajectory alone counts",
+    "advantage/empty_groups": "of these, groups in which no trajectory counts",
+    "advantage/zero_variance_groups": "of these, groups of two or more with equal rewards",
+    "advantage/left_out_trajectories": "trajectories of these that are unscored, failed, aborted "
+    "or without trained tokens",
+}
+"""Of a step as a whole: what the controller adds to the METRICS of rollout and train."""
+
+STAGES: dict[str, str] = {
+    "generate": "waiting for groups: sampling, tools and grading",
+    "train": "advantages, packing, forward, backward, update",
+    "commit": "the step's transaction, checkpoint and publication",
+    "evaluate": "held-out questions",
+}
+"""Of the spans of a run. Synchronous stages do not overlap."""
+
+_PART = "reward/{part}_mean"
+
+_FACTS: dict[str, tuple[str, str]] = {
+    "rollout/num_groups": ("groups", "-"),
+    "rollout/num_trajectories": ("trajectories", "-"),
+    "reward/mean": ("reward", "up"),
+    _PART: ("score", "up"),
+    "reward/solved_frac": ("share", "up"),
+    "reward/unscored_frac": ("share", "0"),
+    "reward/zero_variance_frac": ("share", "down"),
+    "rollout/finished_frac": ("share", "up"),
+    "rollout/truncated_frac": ("share", "down"),
+    "rollout/aborted_frac": ("share", "0"),
+    "rollout/failed_frac": ("share", "0"),
+    "rollout/sampled_tokens_mean": ("tokens", "-"),
+    "rollout/sampled_tokens_min": ("tokens", "-"),
+    "rollout/sampled_tokens_max": ("tokens", "-"),
+    "rollout/sampled_tokens_sum": ("tokens", "-"),
+    "rollout/prompt_tokens_mean": ("tokens", "-"),
+    "rollout/turns_mean": ("turns", "-"),
+    "rollout/duration_s_mean": ("s", "down"),
+    "rollout/duration_s_max": ("s", "down"),
+    "rollout/entropy_nats_mean": ("nats", "above 0"),
+    "rollout/logprob_nats_mean": ("nats", "-"),
+    "rollout/forks_sum": ("forks", "0"),
+    "rollout/retries_sum": ("retries", "0"),
+    "rollout/leaked_sessions_sum": ("sessions", "0"),
+    "tools/calls_mean": ("calls", "-"),
+    "tools/error_frac": ("share", "down"),
+    "tools/unread_frac": ("share", "0"),
+    "loss/total": ("reward", "-"),
+    "loss/clipped_frac": ("share", "down"),
+    "loss/dropped_positive_frac": ("share", "down"),
+    "loss/dropped_negative_frac": ("share", "down"),
+    "grad/norm": ("1", "steady"),
+    "optim/lr": ("1", "-"),
+    "optim/updates": ("updates", "-"),
+    "policy/entropy_nats": ("nats", "above 0"),
+    "policy/kl_k3_nats": ("nats", "down"),
+    "policy/logprob_diff_nats": ("nats", "0"),
+    "ratio/mean": ("1", "1"),
+    "ratio/max": ("1", "down"),
+    "ratio/ess_frac": ("share", "1"),
+    "lag/mean_versions": ("versions", "down"),
+    "lag/max_versions": ("versions", "down"),
+    "advantage/abs_mean": ("reward", "-"),
+    "tokens/trained": ("tokens", "-"),
+    "tokens/packed": ("tokens", "-"),
+    "batch/rows": ("rows", "-"),
+    "batch/micro_batches": ("passes", "-"),
+    "batch/oversized": ("micro-batches", "0"),
+    "step/skipped_nonfinite": ("0 or 1", "0"),
+    "time/pack_s": ("s", "down"),
+    "time/forward_s": ("s", "down"),
+    "time/backward_s": ("s", "down"),
+    "time/optimizer_s": ("s", "down"),
+    "parity/mean_abs_nats": ("nats", "down"),
+    "parity/max_abs_nats": ("nats", "down"),
+    "groups/trained": ("groups", "-"),
+    "groups/dropped": ("groups", "down"),
+    "generate/tokens_per_s": ("tokens/s", "up"),
+    "time/generate_s": ("s", "down"),
+    "time/train_s": ("s", "down"),
+    "advantage/groups": ("groups", "-"),
+    "advantage/singleton_groups": ("groups", "0"),
+    "advantage/empty_groups": ("groups", "0"),
+    "advantage/zero_variance_groups": ("groups", "down"),
+    "advantage/left_out_trajectories": ("trajectories", "0"),
+}
+"""Unit; good direction: up, down, the wanted value, or "-" where neither is better."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """What a metric means."""
+
+    text: str
+    unit: str
+    good: str
+    """up | down | steady | a wanted value | "-": it informs and has no better direction."""
+
+    def __str__(self) -> str:
+        better = "" if self.good == "-" else f" Good: {self.good}."
+        return f"{self.text}. Unit: {self.unit}.{better}"
+
+
+def definitions() -> dict[str, Definition]:
+    """Every metric that a run can store; `reward/{part}_mean` stands for all parts.
+
+    Imports torch: the trainer's METRICS live beside the trainer.
+    """
+    from treadle.rollout.metrics import METRICS as ROLLOUT
+    from treadle.train.metrics import METRICS as TRAIN
+
+    texts = {**ROLLOUT, **TRAIN, **CONTROLLER}
+    return {
+        name: Definition(text=text, unit=_FACTS[name][0], good=_FACTS[name][1])
+        for name, text in texts.items()
+    }
+
+
+def define(name: str, known: dict[str, Definition]) -> Definition | None:
+    """The definition of a stored metric, or None when nobody has defined it."""
+    if name in known:
+        return known[name]
+    return known[_PART] if re.fullmatch(r"reward/.+_mean", name) else None

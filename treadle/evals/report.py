@@ -1,0 +1,173 @@
+"""The report of a run as JSON values: what `treadle report RUN --json` prints.
+
+Guarantees: everything is read from the store alone, so any process can report on a run that is
+being written, has failed or has not begun; a number that is not there is null, never 0; what is
+wrong with the numbers stands beside them in `warnings`.
+
+    run, name, status, cause     where it is and how it ended
+    steps                        done, wanted, skipped
+    model, tasks, provenance     what was trained on what, and under which terms
+    eval                         before, after, gain, all, overlap (held_out)
+    train                        one value per step of each curve
+    timing, tokens, groups       what it cost and what became of the prompts
+    warnings                     sentences
+
+Takes: a Store. Gives: a dict of JSON values; `as_text` makes it readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from treadle.evals.held_out import held_out
+from treadle.evals.terminal import as_text
+from treadle.evals.warnings import warnings_of
+from treadle.store import RunInfo, Span, StepRow, Store
+from treadle.store.lock import writer
+
+__all__ = ["CURVES", "as_text", "summarise"]
+
+CURVES: dict[str, str] = {
+    "reward": "reward/mean",
+    "strict": "reward/score_mean",
+    "lenient": "reward/lenient_mean",
+    "zero_variance_frac": "reward/zero_variance_frac",
+    "entropy_nats": "policy/entropy_nats",
+    "sampled_tokens_mean": "rollout/sampled_tokens_mean",
+    "truncated_frac": "rollout/truncated_frac",
+    "grad_norm": "grad/norm",
+    "kl_k3_nats": "policy/kl_k3_nats",
+    "lag_versions": "lag/mean_versions",
+    "tokens_per_s": "generate/tokens_per_s",
+}
+"""Curve of the report -> metric of axis "train" (docs/metrics.md)."""
+
+
+def summarise(store: Store) -> dict[str, Any]:
+    """The whole report. Raises StoreError when the ledger cannot be read."""
+    info, steps = store.info(), store.steps()
+    status, cause = status_of(store, info)
+    trajectories = store.trajectories()
+    stages = {k: round(v, 3) for k, v in store.seconds_by_stage().items()}
+    sampled = sum(t.num_sampled for t in trajectories)
+    generating = stages.get("generate")
+    spans = store.spans()
+    report: dict[str, Any] = {
+        "run": str(store.run_dir),
+        "name": info.config.get("name"),
+        "status": status,
+        "cause": cause,
+        "steps": {
+            "done": len(steps),
+            "wanted": max(int(info.config.get("steps", 0)), len(steps)),
+            "skipped": sum(s.skipped for s in steps),
+        },
+        "model": info.config.get("model"),
+        "tasks": info.config.get("tasks"),
+        "provenance": {role: asdict(p) for role, p in info.provenance.items()},
+        "eval": held_out(store),
+        "train": _train(steps),
+        "timing": {
+            "created_at": info.created_at,
+            "wall_s": _wall(info, spans),
+            "stages_s": stages,
+            "step_s_median": _step_median(spans),
+            "sessions": len(info.sessions),
+            "resumes": max(0, len(info.sessions) - 1),
+        },
+        "tokens": {
+            "sampled": sampled,
+            "trained": int(sum(s.metrics.get("tokens/trained", 0.0) for s in steps)),
+            "eval_sampled": sum(r.num_sampled for row in store.evals() for r in row.results),
+            "sampled_per_s": sampled / generating if sampled and generating else None,
+        },
+        "groups": _groups(store),
+        "trajectories": {
+            "total": len(trajectories),
+            "by_status": dict(Counter(t.status for t in trajectories)),
+            "unscored": sum(t.reward is None for t in trajectories),
+            "errors": dict(Counter(t.error.kind for t in trajectories if t.error is not None)),
+        },
+    }
+    report["warnings"] = warnings_of(report, store.events())
+    return report
+
+
+def status_of(store: Store, info: RunInfo) -> tuple[str, str]:
+    """(status, cause): a run that says it is running and has no writer was killed."""
+    status = info.status
+    cause = info.sessions[-1].cause if info.sessions else ""
+    if status == "running" and store.readonly and writer(store.run_dir) is None:
+        return "interrupted", cause or "its process was killed"
+    return status, cause
+
+
+def _train(steps: Sequence[StepRow]) -> dict[str, list[Any]]:
+    """Curves by name, all as long as `step`; named parts of the reward as `part/NAME`."""
+    known = set(CURVES.values())
+    parts = sorted(
+        {
+            name
+            for s in steps
+            for name in s.metrics
+            if name.startswith("reward/") and name.endswith("_mean") and name not in known
+        }
+    )
+    named = CURVES | {f"part/{name[len('reward/') : -len('_mean')]}": name for name in parts}
+    out: dict[str, list[Any]] = {
+        "step": [s.step for s in steps],
+        "skipped": [s.reason if s.skipped else None for s in steps],
+    }
+    for curve, metric in named.items():
+        out[curve] = [finite(s.metrics.get(metric)) for s in steps]
+    return out
+
+
+def finite(value: float | None) -> float | None:
+    """None for what JSON cannot say."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _wall(info: RunInfo, spans: Sequence[Span]) -> float:
+    """Seconds that processes worked on the run; a killed one until its last stored span."""
+    total = 0.0
+    starts = [s.started_at for s in info.sessions]
+    for session, following in zip(info.sessions, [*starts[1:], math.inf], strict=True):
+        end = session.ended_at
+        if end is None or session.status == "interrupted":
+            ends = [
+                s.started_at + s.duration_s
+                for s in spans
+                if session.started_at <= s.started_at < following
+            ]
+            end = max(ends, default=session.started_at)
+        total += max(0.0, end - session.started_at)
+    return round(total, 3)
+
+
+def _step_median(spans: Sequence[Span]) -> float | None:
+    """Median seconds of a step, evaluations not counted."""
+    seconds: dict[int, float] = {}
+    for span in spans:
+        if span.stage != "evaluate":
+            seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
+    return median(seconds.values()) if seconds else None
+
+
+def _groups(store: Store) -> dict[str, Any]:
+    prompts = store.prompts()
+    states: Mapping[str, int] = Counter(p.state for p in prompts)
+    reasons = Counter(p.reason for p in prompts if p.state == "dropped")
+    return {
+        "started": len(prompts),
+        "trained": states.get("trained", 0),
+        "dropped": states.get("dropped", 0),
+        "waiting": states.get("published", 0),
+        "in_flight": states.get("started", 0) + states.get("returned", 0),
+        "reasons": dict(reasons.most_common()),
+    }

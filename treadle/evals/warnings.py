@@ -1,0 +1,126 @@
+"""What a reader of the numbers should know before believing them.
+
+Guarantees: each sentence has its numbers; nothing is said when all is well.
+
+Takes: a report without its warnings, and the run's events. Gives: sentences, worst first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treadle.store import Event
+
+_LIMITS: tuple[tuple[str, str, float, str], ...] = (
+    ("truncated_frac", "cut by a token, turn or context limit", 0.2, "rollout.max_new_tokens"),
+    ("zero_variance_frac", "of groups had equal rewards", 0.7, "easier or harder tasks"),
+)
+"""Curve, what its share is, the limit, what to change; judged over the last steps."""
+
+_LAST_STEPS = 5
+
+_MAX_KL_NATS = 0.05
+"""Mean k3 between engine and trainer above which importance weights carry the step."""
+
+_MIN_QUESTIONS = 30
+"""Below this many questions an interval by Student's t is rough."""
+
+
+def warnings_of(report: Mapping[str, Any], events: Sequence[Event]) -> list[str]:
+    """Sentences about the run, its held-out numbers and its training."""
+    return [
+        *_ending(report),
+        *_measuring(report["eval"]),
+        *_training(report),
+        *_alarms(events),
+    ]
+
+
+def _ending(report: Mapping[str, Any]) -> list[str]:
+    status, cause, steps = report["status"], report["cause"], report["steps"]
+    done = f"{steps['done']} of {steps['wanted']} steps are done"
+    if status == "failed":
+        return [f"the run failed; {done}: {cause}"]
+    if status == "interrupted":
+        return [f"the run was interrupted; {done}" + (f": {cause}" if cause else "")]
+    if status == "running":
+        return [f"the run is still going; {done}"]
+    return []
+
+
+def _measuring(evals: Mapping[str, Any]) -> list[str]:
+    out = []
+    before, after, gain = evals["before"], evals["after"], evals["gain"]
+    if evals["overlap_with_training"]:
+        first = "; ".join(evals["overlap_examples"])
+        out.append(
+            f"{evals['overlap_with_training']} held-out questions were also trained on, by text: "
+            f"the gain is not a held-out one ({first})"
+        )
+    if gain["reason"]:
+        out.append(f"there is no before/after gain: {gain['reason']}")
+    for label, side in (("before", before), ("after", after)):
+        for name, row in side["tasksets"].items():
+            if row["error_share"]:
+                out.append(
+                    f"{row['error_share']:.1%} of the answers {label} on {name} have no verdict "
+                    "and are left out"
+                )
+    if gain["mean"] is not None:
+        out.extend(_reading(gain))
+    return out
+
+
+def _reading(gain: Mapping[str, Any]) -> list[str]:
+    out = []
+    (low, high), loose = gain["ci95"], gain["lenient"]
+    if gain["n"] < _MIN_QUESTIONS:
+        out.append(f"only {gain['n']} distinct held-out questions: the intervals are rough")
+    if low is not None and low <= 0 <= high:
+        out.append(f"the strict gain cannot be told from 0: {low:+.3f} to {high:+.3f}")
+    if low is not None and low > 0 and loose["ci95"][0] is not None and loose["ci95"][0] <= 0:
+        out.append(
+            f"the strict rate rose by {gain['mean']:.3f}, the lenient one by {loose['mean']:.3f} "
+            f"({loose['ci95'][0]:+.3f} to {loose['ci95'][1]:+.3f}): the model learnt the form of "
+            "an answer, not to answer better"
+        )
+    if low is not None and high < 0:
+        out.append(f"the model got worse: {gain['mean']:+.3f} ({low:+.3f} to {high:+.3f})")
+    return out
+
+
+def _training(report: Mapping[str, Any]) -> list[str]:
+    out = []
+    train, steps = report["train"], report["steps"]
+    if steps["skipped"]:
+        first = next(reason for reason in train["skipped"] if reason is not None)
+        out.append(f"{steps['skipped']} of {steps['done']} steps were skipped, first: {first}")
+    for curve, what, limit, change in _LIMITS:
+        values = [v for v in train[curve][-_LAST_STEPS:] if v is not None]
+        if values and (share := sum(values) / len(values)) > limit:
+            out.append(
+                f"{share:.0%} {what} in the last {len(values)} steps (change: {change})"
+                if what.startswith("of ")
+                else f"{share:.0%} of trajectories were {what} in the last {len(values)} steps "
+                f"(change: {change})"
+            )
+    kls = [v for v in train["kl_k3_nats"] if v is not None]
+    lags = [v for v in train["lag_versions"] if v is not None]
+    if kls and not any(lags) and max(kls) > _MAX_KL_NATS:
+        out.append(
+            f"engine and trainer disagree: mean k3 up to {max(kls):.3g} nats at lag 0 (limit "
+            f"{_MAX_KL_NATS})"
+        )
+    total, unscored = report["trajectories"]["total"], report["trajectories"]["unscored"]
+    if unscored:
+        kinds = ", ".join(f"{n} x {k}" for k, n in report["trajectories"]["errors"].items())
+        out.append(
+            f"{unscored} of {total} training trajectories have no reward"
+            + (f" ({kinds})" if kinds else "")
+        )
+    return out
+
+
+def _alarms(events: Sequence[Event]) -> list[str]:
+    return [str(e.data.get("message", e.data)) for e in events if e.kind == "alarm"]
