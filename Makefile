@@ -56,8 +56,8 @@ test-gpu: install-dev ## needs an accelerator
 	$(BIN)/python -m pytest -m gpu
 
 bench: install ## performance figures with JSON results under benchmarks/results
-	$(BIN)/python benchmarks/engine.py --json
-	$(BIN)/python benchmarks/step_vs_trl.py --json
+	$(BIN)/python -m benchmarks.engine --json
+	$(BIN)/python -m benchmarks.step_vs_trl --json
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import machine
 from treadle.config import LoraConfig, ModelConfig, RunConfig, TasksConfig, override
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, StoreError, first_of
 from treadle.store import Store
+from treadle.store.layout import DATABASE
 from treadle.types import Provenance, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from treadle.models.policy import Policy
     from treadle.render import Renderer
     from treadle.reward import GraderPool
+    from treadle.tasks import Mix
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,7 @@ def run_config(
             "no task set is configured: `tasks` is empty",
             hint='e.g. --set \'tasks=[{"source": "jsonl:data/tasks.jsonl"}]\'',
         )
+    _check_place(config, run_dir, resume)
 
     async def main() -> None:
         async with _parts(config, reward) as (parts, provenance):
@@ -173,8 +176,15 @@ def run_config(
                     store.finish("interrupted")
                     raise
                 except BaseException as error:
-                    store.add_event("failed", {"error": str(error), "kind": type(error).__name__})
-                    store.finish("failed", str(error))
+                    cause = first_of(error)
+                    # On a full disk the ledger refuses too; the cause is what must get out.
+                    with contextlib.suppress(StoreError):
+                        store.add_event(
+                            "failed", {"error": str(cause), "kind": type(cause).__name__}
+                        )
+                        store.finish("failed", str(cause))
+                    if cause is not error:
+                        raise cause from error
                     raise
                 store.finish("finished")
 
@@ -191,6 +201,18 @@ async def _interruptible(work: Awaitable[None]) -> None:
     finally:
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
             loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _check_place(config: RunConfig, run_dir: Path, resume: bool) -> None:
+    """What `_store` will refuse, said before minutes of loading. Raises as it does."""
+    if resume:
+        with Store.open(run_dir, readonly=True) as store:
+            check_resumable(store.config(), config, store.frontier().step)
+    elif (run_dir / DATABASE).exists():
+        raise StoreError(
+            f"{run_dir} holds a run already",
+            hint="go on with it by --resume, or name another --run-dir",
+        )
 
 
 def _store(
@@ -238,12 +260,11 @@ async def _parts(
     from treadle.loop import Parts
     from treadle.reward import GraderPool
     from treadle.sampler.engine import Engine
-    from treadle.tasks.mix import open_mix
     from treadle.tools import load_tools
     from treadle.train import Trainer
     from treadle.weights.publish import Publisher
 
-    mix = open_mix(config.tasks, config.seed)
+    mix = open_tasks(config)
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
     tools = load_tools(config.rollout.tools)
@@ -272,14 +293,35 @@ async def _parts(
             )
 
 
+def open_tasks(config: RunConfig) -> Mix:
+    """The task sets of a config, with all that can be checked without a model.
+
+    Raises ConfigError, DataError: a source, an option, a row, a reward or a tool cannot be used;
+    a split that is trained or evaluated is empty.
+    """
+    from treadle.evals.evaluate import questions
+    from treadle.reward import grader_of
+    from treadle.tasks import first, open_mix
+    from treadle.tools import load_tools
+
+    grader_of(config.tasks, config.seed)
+    load_tools(config.rollout.tools)
+    mix = open_mix(config.tasks, config.seed)
+    for taskset in mix.tasksets:
+        first(taskset, mix.split, 1)
+        if config.eval.questions:
+            questions(taskset, config.eval)
+    return mix
+
+
 def load_model(config: ModelConfig) -> LoadedModel:
     """The model of a config; `tiny-pretrained` is trained on first use."""
     from treadle.models import load as loading
 
     if config.name == "tiny-pretrained":
-        from treadle.train.pretrain import ensure_tiny_pretrained
+        from treadle.train.pretrain import install_tiny_pretrained
 
-        ensure_tiny_pretrained()
+        install_tiny_pretrained()
     return loading.load(config.name, max_context=config.max_context)
 
 

@@ -150,6 +150,13 @@ def record(error: BaseException, where: str) -> ErrorRecord:
     )
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group (of a TaskGroup, say) that is not itself a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint naming the nearest known names; lists them all when none is near."""
     known = sorted(known)

@@ -36,7 +36,7 @@ run_config(config, Path(sys.argv[2]), resume=sys.argv[3] == "resume")
 """
 
 
-def config(steps: int, seed: int) -> dict:
+def config(tasks: Path, steps: int, seed: int) -> dict:
     from treadle.config import (
         EvalConfig,
         LearnConfig,
@@ -55,11 +55,7 @@ def config(steps: int, seed: int) -> dict:
             seed=seed,
             model=ModelConfig(name="tiny-pretrained", dtype="float32", max_context=128),
             tasks=(
-                TasksConfig(
-                    source="reasoning_gym:chain_sum",
-                    options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-                    reward="lenient",
-                ),
+                TasksConfig(source=f"jsonl:{tasks}"),
             ),
             rollout=RolloutConfig(group_size=4, groups_per_step=4, max_new_tokens=8),
             learn=LearnConfig(lr=1e-3),
@@ -126,7 +122,10 @@ def differences(a: object, b: object, where: str = "") -> list[str]:
 
 def drill(kills: int, steps: int, seed: int, root: Path) -> dict:
     rng = random.Random(seed)
-    settings = config(steps, seed)
+    tasks = root / "sums.jsonl"
+    rows = ({"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10))
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(tasks, steps, seed)
     quiet, killed = root / "quiet", root / "killed"
     began = time.monotonic()
     wait(start(settings, quiet, "new"), 600)

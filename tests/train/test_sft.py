@@ -68,10 +68,10 @@ def test_every_demonstration_is_seen_once_per_epoch(policy: Any) -> None:
 
 
 def test_a_caller_can_stop_when_it_is_satisfied(policy: Any) -> None:
-    for step, loss in enumerate(sft_steps(policy, COPY, batch_tokens=24, lr=3e-2)):
+    for loss in sft_steps(policy, COPY, batch_tokens=24, lr=3e-2):
         if loss < 0.5:
             break
-    assert 0 < step < 60 and policy.refreshed == step + 1
+    assert 1 < policy.refreshed < 60
 
 
 def test_no_gradient_is_left_behind(policy: Any) -> None:

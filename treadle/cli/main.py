@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import io
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from typing import NoReturn
 
 import treadle
 from treadle.cli.output import print_json
-from treadle.errors import ConfigError, TreadleError
+from treadle.errors import ConfigError, TreadleError, first_of
 
 COMMANDS = {
     "doctor": "what this machine has, and what Treadle does with it",
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Raises nothing but what the interpreter itself raises."""
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character gets its escape, not a crash.
             stream.reconfigure(errors="backslashreplace")
     as_json = "--json" in argv
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except BaseException as error:
-        return _fail(_first(error), as_json=as_json, verbose="-v" in argv or "--verbose" in argv)
+        return _fail(first_of(error), as_json=as_json, verbose="-v" in argv or "--verbose" in argv)
 
 
 def _fail(error: BaseException, *, as_json: bool, verbose: bool) -> int:
@@ -151,13 +152,6 @@ def _fail(error: BaseException, *, as_json: bool, verbose: bool) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return FAILED
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error of a group that is not itself a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _interrupted(argv: Sequence[str]) -> str:

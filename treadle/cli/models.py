@@ -61,10 +61,10 @@ def _pull(args: argparse.Namespace) -> int:
 
     with StageBar(file=sys.stderr) as bar:
         if args.name == "tiny-pretrained":
-            from treadle.train.pretrain import ensure_tiny_pretrained
+            from treadle.train.pretrain import install_tiny_pretrained
 
             bar.tell("train tiny-pretrained", None)
-            path = ensure_tiny_pretrained()
+            path = install_tiny_pretrained()
         else:
             from treadle.models.pull import pull
 

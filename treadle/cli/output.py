@@ -17,6 +17,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from treadle.evals.visible import one_line
+
 
 def print_json(value: Any) -> None:
     """One ASCII document; NaN and infinities become null, paths text."""
@@ -38,12 +40,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def printable(text: str, limit: int = 0, *, keep: str = "") -> str:
-    """Model-written text: control characters shown, not obeyed, but for those in `keep`."""
-    line = "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
-    return line if not limit or len(line) <= limit else line[: limit - 3] + "..."
-
-
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
     """A table on stdout; cells are text, never markup. Folded only on a terminal."""
     from rich.console import Console
@@ -54,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(str(cell))) for cell in row))
+        table.add_row(*(Text(one_line(str(cell))) for cell in row))
     width = None if sys.stdout.isatty() else 10_000
     Console(file=sys.stdout, soft_wrap=False, width=width).print(table)
 
@@ -64,7 +60,7 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     pairs = list(pairs)
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
-        print(f"{name:<{width}}  {printable(str(value))}")
+        print(f"{name:<{width}}  {one_line(str(value))}")
 
 
 def size(num_bytes: float) -> str:

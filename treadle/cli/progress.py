@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from treadle.cli.output import printable
 from treadle.config import RunConfig
 from treadle.errors import StoreError
+from treadle.evals.visible import one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -91,7 +91,7 @@ class TrainProgress(AbstractContextManager["TrainProgress"]):
             self._line(f"resume: step {data['step']} of {data['last']} re-applied from its samples")
 
     def _line(self, text: str) -> None:
-        text = printable(text)
+        text = one_line(text)
         if self._bars is not None:
             self._bars.progress.print(text, markup=False, highlight=False)
         else:
@@ -115,8 +115,13 @@ class _Bars:
 
     def __init__(self, config: RunConfig, file: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         self._steps = config.steps
         self._groups = config.rollout.groups_per_step
@@ -143,7 +148,7 @@ class _Bars:
             done = min(int(data["ready"]), self._groups)
             self.progress.update(self._group, completed=done, visible=True, note=note)
         elif kind == "answers":
-            name = printable(f"answers, {data['taskset']}", 40)
+            name = one_line(f"answers, {data['taskset']}", 40)
             self.progress.update(
                 self._answers,
                 completed=data["done"],

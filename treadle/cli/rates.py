@@ -7,37 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from treadle.evals.held_out import lenient_scores, strict_scores
 from treadle.evals.statistics import Estimate, Scores, rate
-from treadle.store import EvalResult, EvalRow
+from treadle.store import EvalRow
 
 PARTS = ("strict", "lenient")
 
 
-def scores_of(row: EvalRow, part: str) -> Scores:
-    """Question id -> scores of its samples: the strict ones, or a named part of them."""
-    scores: dict[str, list[float | None]] = {}
-    for result in row.results:
-        scores.setdefault(result.task_id, []).append(_value(result, part))
-    return scores
-
-
-def _value(result: EvalResult, part: str) -> float | None:
-    if part == "strict" or result.score is None:
-        return result.score
-    return result.parts.get(part)
-
-
-def parts_of(row: EvalRow) -> tuple[str, ...]:
-    """"strict", and "lenient" where the task set has such a reading."""
-    has = any("lenient" in r.parts for r in row.results)
-    return PARTS if has else PARTS[:1]
+def scores_of(row: EvalRow) -> dict[str, Scores]:
+    """ "strict", and "lenient" where the task set has such a reading."""
+    lenient = lenient_scores(row)
+    return {"strict": strict_scores(row)} | ({} if lenient is None else {"lenient": lenient})
 
 
 def rates_of(row: EvalRow) -> dict[str, Estimate]:
-    return {part: rate(scores_of(row, part)) for part in parts_of(row)}
+    return {part: rate(scores) for part, scores in scores_of(row).items()}
 
 
-def to_dict(row: EvalRow) -> dict[str, Any]:
+def describe(row: EvalRow) -> dict[str, Any]:
     """JSON values: the rates, and everything that makes them mean something."""
     return {
         "taskset": row.taskset,
@@ -50,22 +37,23 @@ def to_dict(row: EvalRow) -> dict[str, Any]:
         "data_hash": row.data_hash,
         "error_share": row.error_share,
         "settings": dict(row.settings),
-        "complete": row.finished,
+        "finished": row.finished,
         **{part: estimate.to_dict() for part, estimate in rates_of(row).items()},
     }
 
 
-def text_of(estimate: Estimate) -> str:
-    """"12.5% [9.1%, 15.9%]"."""
-    low, high = estimate.ci95
+def text_of(estimate: Estimate, *, gain: bool = False) -> str:
+    """As "12.5% [9.1%, 15.9%]"; a gain has its sign."""
     if estimate.n == 0:
         return "no scored answer"
-    interval = "no interval" if low != low else f"[{low:.1%}, {high:.1%}]"
-    return f"{estimate.mean:.1%} {interval}"
+    form = "+.1%" if gain else ".1%"
+    low, high = (f"{bound:{form}}" for bound in estimate.ci95)
+    interval = f"[{low}, {high}]" if estimate.n > 1 else "(one question, no interval)"
+    return f"{estimate.mean:{form}} {interval}"
 
 
 def rates_line(row: EvalRow) -> str:
-    """"gcd (val)  strict 12.5% [9.1%, 15.9%]  lenient ...  70 questions x 4"."""
+    """As "gcd (val)  strict 12.5% [9.1%, 15.9%]  lenient ...  70 questions x 4 samples ..."."""
     parts = [f"{row.taskset} ({row.split})"]
     parts += [f"{part} {text_of(estimate)}" for part, estimate in rates_of(row).items()]
     parts.append(f"{row.n} questions x {row.k} samples at temperature {row.temperature:g}")

@@ -14,8 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.cli.output import ago, print_json, print_pairs, print_table, printable, size
+from treadle.cli.output import ago, print_json, print_pairs, print_table, size
 from treadle.errors import ConfigError, StoreError
+from treadle.evals.visible import one_line
 
 if TYPE_CHECKING:
     from treadle.store import RunSummary, Session, Store
@@ -100,19 +101,21 @@ def _list(args: argparse.Namespace) -> int:
         [
             (
                 s.path,
-                f"{s.status}: {printable(s.problem, 60)}" if s.problem else s.status,
+                f"{s.status}: {one_line(s.problem, 60)}" if s.problem else s.status,
                 f"{s.steps_done}/{max(s.steps_done, s.steps_asked)}",
                 "-" if reward is None else f"{reward:.3f}",
                 size(s.size.total),
                 f"{ago(s.updated_at)} ago",
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(s.created_at))
-                if s.created_at
-                else "-",
+                _moment(s.created_at),
             )
             for s, reward in rows
         ],
     )
     return 0
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
 
 
 def _last_reward(summary: RunSummary) -> float | None:
@@ -154,12 +157,11 @@ def _why(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
         return 0
-    last = found["last_session"]
     checkpoint = found["checkpoint_step"]
     pairs = [
         ("run", args.run_dir),
         ("status", found["status"]),
-        ("cause", last["cause"] or "none recorded"),
+        ("cause", found["cause"] or "none recorded"),
         ("steps", f"{found['steps_done']} of {found['steps_asked']} committed"),
         ("checkpoint", "none yet" if checkpoint is None else f"of step {checkpoint}"),
         ("sessions", len(found["sessions"])),
@@ -173,7 +175,11 @@ def _why(args: argparse.Namespace) -> int:
         print_table(
             ["when", "event", "what"],
             [
-                (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e["time"])), e["kind"], e["data"])
+                (
+                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e["time"])),
+                    e["kind"],
+                    e["data"],
+                )
                 for e in found["events"]
             ],
         )
@@ -181,11 +187,10 @@ def _why(args: argparse.Namespace) -> int:
 
 
 def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
-    from treadle.store.lock import writer
+    from treadle.evals.report import status_of
 
     info, frontier = store.info(), store.frontier()
-    last, holder = info.sessions[-1], writer(run_dir)
-    status = _status(last, holder is not None)
+    status, cause = status_of(store, info)
     asked = int(info.config.get("steps", 0))
     dropped = Counter(p.reason for p in store.prompts(state="dropped"))
     rows = store.trajectories()
@@ -193,10 +198,10 @@ def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
     return {
         "run": run_dir,
         "status": status,
+        "cause": cause,
         "steps_done": frontier.step,
         "steps_asked": asked,
         "checkpoint_step": frontier.checkpoint.step if frontier.checkpoint else None,
-        "last_session": _session(last),
         "sessions": [_session(s) for s in info.sessions],
         "dropped": dict(dropped.most_common(5)),
         "errors": dict(errors.most_common(5)),
@@ -206,14 +211,6 @@ def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
         ],
         "hint": _next(status, run_dir, frontier.step),
     }
-
-
-def _status(last: Session, written: bool) -> str:
-    if written:
-        return "running"
-    if last.status == "running":
-        return "killed: its process ended without a word (kill -9, out of memory, power)"
-    return last.status
 
 
 def _next(status: str, run_dir: Path, done: int) -> str:
@@ -248,9 +245,7 @@ def _gc(args: argparse.Namespace) -> int:
 
     if not args.root.is_dir():
         raise ConfigError(f"there is no directory {args.root}", hint="name one with --root")
-    removals = gc(
-        args.root, keep=args.keep, older_than_s=args.older_than, dry_run=args.dry_run
-    )
+    removals = gc(args.root, keep=args.keep, older_than_s=args.older_than, dry_run=args.dry_run)
     freed = sum(r.bytes for r in removals if not r.problem)
     if args.json:
         print_json({"dry_run": args.dry_run, "removed": removals, "bytes": freed})

@@ -33,8 +33,10 @@ class Target:
     """Optimiser steps behind the weights; 0 for a model."""
     config: RunConfig | None
     """Of the run; None for a model."""
-    provenance: dict[str, Provenance]
-    """"model", and for a run "checkpoint"."""
+    model: Provenance
+    """Of the base."""
+    weights: Provenance
+    """Of what samples: the checkpoint, or the base itself."""
 
 
 def is_run(spec: str | Path) -> bool:
@@ -87,7 +89,8 @@ def open_run_policy(run_dir: Path) -> Target:
         policy=found.policy,
         step=found.checkpoint.step,
         config=found.config,
-        provenance={"model": found.policy.loaded.provenance, "checkpoint": checkpoint},
+        model=found.policy.loaded.provenance,
+        weights=checkpoint,
     )
 
 
@@ -102,5 +105,6 @@ def open_model(config: ModelConfig) -> Target:
         policy=api.policy_of(loaded, plain),
         step=0,
         config=None,
-        provenance={"model": loaded.provenance},
+        model=loaded.provenance,
+        weights=loaded.provenance,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from treadle.cli import recipes
-from treadle.cli.output import print_json, print_table, printable
+from treadle.cli.output import print_json, print_table
 from treadle.config import RunConfig, TasksConfig, override
 from treadle.errors import ConfigError
 
@@ -48,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
     reports = [validate(open_taskset(c, args.seed), n=args.n, split=args.split) for c in configs]
     if args.json:
-        print_json({"tasksets": [asdict(r) | {"ok": r.ok} for r in reports]})
+        print_json({"tasksets": [r.to_dict() for r in reports]})
     else:
         for report in reports:
-            print_table(["", "check", "found"], report.rows(), title=f"{report.name}")
+            print_table(["check", "", "found"], report.rows(), title=report.taskset)
             print()
     return 0 if all(r.ok for r in reports) else 1
 
@@ -81,7 +80,7 @@ def _show(args: argparse.Namespace, configs: list[TasksConfig]) -> int:
     print_table(
         ["id", "shown to the model", "gold"],
         [
-            (s["task"].id, printable(" | ".join(m.content for m in s["task"].messages)), s["gold"])
+            (s["task"].id(" | ".join(m.content for m in s["task"].messages)), s["gold"])
             for s in shown
         ],
     )

@@ -1,4 +1,11 @@
-"""`treadle train RECIPE`: resolve, plan, run."""
+"""`treadle train RECIPE`: resolve, plan, run.
+
+Guarantees: a mistake in recipe, settings or run directory ends the command before a model is
+loaded; a run that is gone on with keeps the settings that it began with, and says where the recipe
+has others; nothing is called done that was done before (B079).
+
+Takes: a recipe and overrides. Gives: a run directory and its report.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from treadle import machine
-from treadle.api import Run, run_config
 from treadle.cli import recipes
 from treadle.cli.output import print_json
 from treadle.config import RunConfig, override, to_dict
 from treadle.errors import ConfigError
-from treadle.store import Store
 
 EXAMPLE = (
     "examples:\n"
@@ -23,7 +27,7 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a name, a folder, or path.py:function")
+    parser.add_argument("recipe", metavar="RECIPE", help="a name, a folder, or path.py:function")
     parser.add_argument(
         "--set",
         action="append",
@@ -38,31 +42,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    machine.tune()
+    from treadle import machine
+
+    machine.tune()  # a recipe may import torch
     config = override(recipes.load(args.recipe), args.settings)
     run_dir = args.run_dir or Path("runs") / config.name
+    done = 0
+    if args.resume:
+        config, done, finished = _resumed(args, config, run_dir)
+        if finished and done >= config.steps and not args.dry_run:
+            return _nothing_to_do(args, run_dir, done)
     if args.dry_run:
         return _dry_run(args, config, run_dir)
-    if args.resume:
-        config = _resumed(args, run_dir)
+    from treadle.api import Run, run_config
     from treadle.cli.progress import TrainProgress
 
+    if args.resume and done >= config.steps:
+        print(f"no step is left to train of {done}; what was left after them", file=sys.stderr)
     with TrainProgress(config, run_dir, file=sys.stderr) as progress:
         run_config(config, run_dir, resume=args.resume, observer=progress)
-    finished = Run(run_dir)
+    result = Run(run_dir)
     if args.json:
-        print_json({"run": run_dir, **finished.results()})
+        print_json({**result.results(), "new_steps": config.steps - done})
     else:
-        print(finished.report())
+        print(result.report())
     return 0
 
 
-def _resumed(args: argparse.Namespace, run_dir: Path) -> RunConfig:
-    """The stored config with this call's overrides: what began the run decides."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run in {run_dir} to resume", hint="treadle runs lists them")
+def _resumed(
+    args: argparse.Namespace, recipe: RunConfig, run_dir: Path
+) -> tuple[RunConfig, int, bool]:
+    """The stored config with this call's overrides, the steps done, and whether it finished."""
+    from treadle.api import check_resumable
+    from treadle.cli.eval import differing
+    from treadle.cli.target import is_run
+    from treadle.store import Store
+
+    if not is_run(run_dir):
+        raise ConfigError(
+            f"there is no run in {run_dir} to resume", hint="treadle runs list shows what there is"
+        )
     with Store.open(run_dir, readonly=True) as store:
-        return override(store.config(), args.settings)
+        stored, done = store.config(), store.frontier().step
+        status = store.info().status
+    config = override(stored, args.settings)
+    check_resumable(stored, config, done)
+    others = [key for key in differing(to_dict(stored), to_dict(recipe)) if key != "`steps`"]
+    if others:
+        print(
+            f"{run_dir} keeps the settings that it began with; the recipe now has others for "
+            + ", ".join(others),
+            file=sys.stderr,
+        )
+    return config, done, status == "finished"
+
+
+def _nothing_to_do(args: argparse.Namespace, run_dir: Path, done: int) -> int:
+    from treadle.api import Run
+
+    print(
+        f"nothing was trained: {run_dir} has finished its {done} steps before\n"
+        f"hint: --set steps={done + 10} trains 10 more",
+        file=sys.stderr,
+    )
+    result = Run(run_dir)
+    if args.json:
+        print_json({**result.results(), "new_steps": 0})
+    else:
+        print(result.report())
+    return 0
 
 
 def _dry_run(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:

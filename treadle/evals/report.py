@@ -24,9 +24,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from treadle.evals.cautions import warnings_of
 from treadle.evals.held_out import held_out
 from treadle.evals.terminal import as_text
-from treadle.evals.warnings import warnings_of
 from treadle.store import RunInfo, Span, StepRow, Store
 from treadle.store.lock import writer
 
@@ -102,7 +102,7 @@ def status_of(store: Store, info: RunInfo) -> tuple[str, str]:
     """(status, cause): a run that says it is running and has no writer was killed."""
     status = info.status
     cause = info.sessions[-1].cause if info.sessions else ""
-    if status == "running" and store.readonly and writer(store.run_dir) is None:
+    if status == "running" and writer(store.run_dir) is None:
         return "interrupted", cause or "its process was killed"
     return status, cause
 

@@ -16,7 +16,7 @@ _KEPT = "\n\t\u200c\u200d"
 
 
 def visible(text: str) -> str:
-    """Line breaks, tabs and blanks of any width stay; everything else unprintable is spelled out."""
+    """Line breaks, tabs and blanks stay; what else does not print is spelled out."""
     if text.isprintable():
         return text
     return "".join(

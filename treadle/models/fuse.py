@@ -16,7 +16,7 @@ Takes: an installed module. Gives: the linears that are now asked together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -30,11 +30,19 @@ from treadle.errors import ModelError
 from treadle.models import forward
 from treadle.models.linear import PlainWeights
 
+CHUNK = 1 << 17
+"""Elements that a chain of elementwise passes takes at a time: 512 KiB in fp32."""
 TOLERANCE = 1e-5
 """Largest relative difference in fp32 at which a swapped part counts as the same."""
 
 
 # --------------------------------------------------------------------------- arithmetic
+
+
+def _chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Runs of rows that fit a core's cache: a chain of passes then reads memory once."""
+    step = max(1, CHUNK // width) if device.type == "cpu" else max(1, rows)
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,12 +53,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    # The library rounds before it multiplies by the weight; so do we.
-    unit = torch.mul(wide, inverse, out=wide if wide is not x else None).to(x.dtype)
-    return unit.mul_(weight), inverse
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, out = x.flatten(0, -2), y.view(-1, x.shape[-1])
+    inverse = torch.empty(rows.shape[0], 1, device=x.device)
+    for part in _chunks(*rows.shape, x.device):
+        wide = rows[part].float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        r = inverse[part].copy_(norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_())
+        # The library rounds before it multiplies by the weight; so do we.
+        out[part].copy_(wide * r).mul_(weight)
+    return y, inverse
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -64,30 +76,40 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        wide = x.float()
-        d_weight = None
-        if ctx.needs_input_grad[1]:
-            d_weight = (grad.float() * (wide * inverse)).flatten(0, -2).sum(0).to(weight.dtype)
-        d_unit = (grad * weight).float()
-        # dx = r * (d - x * r^2 * mean(d * x))
-        mean = torch.linalg.vecdot(d_unit, wide).unsqueeze(-1).div_(-x.shape[-1])
-        mean.mul_(inverse).mul_(inverse)
-        d_x = d_unit.addcmul_(wide, mean).mul_(inverse).to(x.dtype)
-        return d_x, d_weight, None
+        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        d_weight = torch.zeros(weight.shape, device=x.device) if ctx.needs_input_grad[1] else None
+        rows, d_rows, out = x.flatten(0, -2), grad.flatten(0, -2), d_x.view(-1, x.shape[-1])
+        for part in _chunks(*rows.shape, x.device):
+            wide, r = rows[part].float(), inverse[part]
+            if d_weight is not None:
+                d_weight += (d_rows[part].float() * wide * r).sum(0)
+            # d_x = r * (d - x * r^2 * mean(d * x)), d the gradient of the normalised rows.
+            d = (d_rows[part] * weight).float()
+            mean = torch.linalg.vecdot(d, wide).unsqueeze(-1).div_(-x.shape[-1])
+            out[part] = d.addcmul_(wide, mean.mul_(r).mul_(r)).mul_(r)
+        return d_x, None if d_weight is None else d_weight.to(weight.dtype), None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     if torch.is_grad_enabled() and gate.requires_grad:
         return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
-    return F.silu(gate).mul_(up)
+    return _gated(gate, up)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gates, ups, out = gate.flatten(0, -2), up.flatten(0, -2), y.view(-1, gate.shape[-1])
+    for part in _chunks(*gates.shape, gate.device):
+        torch.ops.aten.silu.out(gates[part], out=out[part]).mul_(ups[part])
+    return y
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -95,12 +117,14 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         width = gate.shape[-1]
         # One buffer, so that the product before it needs no copy to take both.
-        both = gate.new_empty((*gate.shape[:-1], 2 * width))
-        d_gate, d_up = both.split(width, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
-        torch.ops.aten.silu.out(gate, out=d_up)
-        d_up.mul_(grad)
-        return d_gate, d_up
+        both = torch.empty((*gate.shape[:-1], 2 * width), dtype=gate.dtype, device=gate.device)
+        d_gates, d_ups = both.view(-1, 2 * width).split(width, dim=-1)
+        gates, ups, grads = (t.flatten(0, -2) for t in (gate, up, grad))
+        for part in _chunks(*gates.shape, gate.device):
+            g, d_gate, d_up = gates[part], d_gates[part], d_ups[part]
+            torch.ops.aten.silu_backward.grad_input(grads[part] * ups[part], g, grad_input=d_gate)
+            torch.ops.aten.silu.out(g, out=d_up).mul_(grads[part])
+        return both.split(width, dim=-1)  # pyright: ignore[reportReturnType]
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -125,11 +149,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     left, right = sin[..., :half], sin[..., half:]
     if sign < 0:
         left, right = right, left
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(x, cos, out=y)
-    y[..., :half].addcmul_(x[..., half:], left, value=-sign)
-    y[..., half:].addcmul_(x[..., :half], right, value=sign)
-    return y
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for part in _chunks(x.shape[1], x.shape[0] * x.shape[2] * x.shape[3], x.device):
+        given, y = x[:, part], out[:, part]
+        torch.mul(given, cos[:, part], out=y)
+        y[..., :half].addcmul_(given[..., half:], left[:, part], value=-sign)
+        y[..., half:].addcmul_(given[..., :half], right[:, part], value=sign)
+    return out
 
 
 class _Rope(torch.autograd.Function):

@@ -3,7 +3,7 @@
 A model that fails often and succeeds sometimes is what tests and first experiments of RL need: it
 solves between a fifth and three fifths of two toy families when sampled at temperature 1.
 
-Guarantees: a function of the seed (on one machine and thread count); the training stops at a
+Guarantees: a function of the seed (on one machine); the training stops at a
 measured success rate, not at a guessed number of steps; nothing is downloaded.
 
 Takes: a directory. Gives: a Hugging Face directory with a record of where it came from.
@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from treadle.models import cache, files, tiny
 from treadle.models.load import LoadedModel, load
 from treadle.models.lora import save_merged
 from treadle.models.policy import Policy
+from treadle.models.quiet import quiet_transformers
 from treadle.train.forward import forward
 from treadle.train.sft import Demonstration, demonstration_sample, sft_steps
 from treadle.types import Provenance
@@ -72,7 +74,7 @@ def tiny_pretrained(
     Raises:
         ModelError: it did not reach TARGET, which means that something is broken.
     """
-    with tempfile.TemporaryDirectory() as start:
+    with tempfile.TemporaryDirectory() as start, _one_thread(), quiet_transformers():
         tiny.build_random(Path(start), seed=seed)
         loaded = load(start, max_context=256)
         policy = Policy(loaded, lora=None, dtype=torch.float32)
@@ -119,6 +121,17 @@ def demonstrate(loaded: LoadedModel, question: str, answer: str) -> Demonstratio
     reply = loaded.tokenizer(answer, add_special_tokens=False)["input_ids"]
     reply = [*reply, loaded.stop_ids[0]]
     return [*prompt, *reply], [False] * len(prompt) + [True] * len(reply)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Then sums do not depend on the thread count; tensors this small gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(

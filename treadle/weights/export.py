@@ -254,21 +254,21 @@ def _check_target(out: Path, force: bool) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise WeightsError(f"{out} is a file; an export is a directory", hint="name another --out")
+        raise WeightsError(f"{out} is a file; an export is a directory", hint="name another directory")
     if not any(out.iterdir()):
         return
     ours = (out / "config.json").is_file() or (out / CONFIG_FILE).is_file()
     if not force:
         raise WeightsError(
             f"{out} is not empty",
-            hint="name another --out, or replace what is there with --force"
+            hint="name another directory, or replace what is there with --force"
             if ours
-            else "name another --out",
+            else "name another directory",
         )
     if not ours or (out / layout.DATABASE).exists():
         raise WeightsError(
             f"{out} holds neither a model nor an adapter, so it is not replaced",
-            hint="name another --out",
+            hint="name another directory",
         )
 
 

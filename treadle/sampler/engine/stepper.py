@@ -140,15 +140,17 @@ class Stepper:
 
     def fail_all(self, error: SamplerError) -> None:
         """Resolve every turn with an error and hold nothing any more."""
-        # The waiters first: what follows may trip over whatever killed the engine.
-        for turn in (*self.scheduler.rows, *self.scheduler.waiting):
-            request = turn.request if isinstance(turn, Row) else turn
-            fail(request.future, again(error))
-        for row in list(self.scheduler.rows):
-            self.scheduler.finish(row, keep=False)
-        for request in list(self.scheduler.waiting):
-            self.scheduler.withdraw(request)
-        self._cache.close_all()
+        rows, waiting = list(self.scheduler.rows), list(self.scheduler.waiting)
+        try:
+            for row in rows:
+                self.scheduler.finish(row, keep=False)
+            for request in waiting:
+                self.scheduler.withdraw(request)
+            self._cache.close_all()
+        finally:
+            # Whatever the clean-up trips over after a crash, nobody is left waiting.
+            for request in (*(row.request for row in rows), *waiting):
+                fail(request.future, again(error))
 
     # ------------------------------------------------------------------ a step
 
@@ -278,11 +280,13 @@ class Stepper:
 
     def _discard(self, broken: Sequence[Row]) -> None:
         """Fail rows whose logits are not finite, and leave no NaN behind in the KV."""
-        suspects = {block for row in broken for block in row.table.blocks}
+        pool = self._cache.pool
+        held = [block for block in range(pool.num_blocks) if pool.holders(block)]
         for row in broken:
             self.scheduler.finish(row, keep=False)
+        # A sibling or a later turn would start from the same NaN.
         self._cache.invalidate()
-        self._store.wipe(b for b in suspects if self._cache.pool.holders(b) == 0)
+        self._store.wipe(block for block in held if not pool.holders(block))
         for row in broken:
             error = SamplerError(
                 f"the logits after {len(row.ids)} tokens of session `{row.request.session}` are "

@@ -19,63 +19,19 @@
 #include <string>
 
 #include "attention.h"
+#include "call.h"
 #include "gemm.h"
+#include "interface.h"
 #include "layers.h"
 #include "memory.h"
 #include "sample.h"
 #include "team.h"
-
-extern "C" {
-
-// Mirrored field by field in decoder.py.
-struct TreadleSpec {
-  std::int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
-  std::int32_t positions;  // rows of cos and sin
-  std::int32_t threads;
-  std::int32_t kernel;  // 0 best, 1 avx512_bf16, 2 amx
-  float eps;
-  float scale;  // of attention scores
-  std::int64_t kv_blocks;
-  void* k;
-  void* v;
-  const void* cos;  // bf16 [positions, head_dim / 2]
-  const void* sin;
-};
-
-// Pointers to bf16; null where the model has no such tensor.
-struct TreadleLayer {
-  const void *norm1, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o;
-  const void *norm2, *gate, *up, *down;
-};
-
-struct TreadleWeights {
-  const void *embedding, *norm, *head;
-  const TreadleLayer* layers;
-};
-
-struct TreadleCall {
-  std::int32_t rows, table_width;
-  const std::int64_t* ids;
-  const std::int32_t* positions;
-  const std::int32_t* tables;   // [rows, table_width]
-  std::int32_t num_outputs;     // rows that get logits
-  const std::int64_t* outputs;  // which, or null for all in order
-  float* logits;                // [num_outputs, vocab], or null
-  const float* temperature;     // [num_outputs]; null = do not sample
-  const double* uniform;
-  std::int64_t* next;
-  float* logprobs;
-  float* entropies;
-};
-
-}  // extern "C"
+#include "weights.h"
 
 namespace treadle {
 namespace {
 
 enum Section { kNorm, kQkv, kAttend, kO, kGateUp, kDown, kHead, kSample, kSections };
-
-constexpr int kChunkUnits = kChunk / kUnit;
 
 bool amx_permitted() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -85,20 +41,13 @@ bool amx_permitted() {
   return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
-struct Layer {
-  Matrix qkv, o, gate_up, down;
-  std::vector<bf16> norm1, norm2, bias, q_norm, k_norm;
-};
-
 class Decoder {
  public:
   explicit Decoder(const TreadleSpec& spec)
-      : s_(spec), team_(spec.threads), layers_(spec.layers), streams_(spec.threads) {
+      : s_(spec), team_(spec.threads), weights_(spec), group_(weights_.group()) {
     amx_ = spec.kernel != 1 && amx_permitted();
     if (spec.kernel == 2 && !amx_) throw std::string("this machine does not permit AMX");
     kernel_ = amx_ ? kernel_amx : kernel_avx512;
-    q_width_ = s_.heads * s_.head_dim;
-    kv_width_ = s_.kv_heads * s_.head_dim;
     cache_ = {static_cast<bf16*>(s_.k), static_cast<bf16*>(s_.v), std::size_t(s_.kv_blocks),
               s_.kv_heads, s_.head_dim};
     const std::size_t cache_bytes = cache_.block_size() * s_.kv_blocks * s_.layers * 2;
@@ -114,64 +63,17 @@ class Decoder {
     const long l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
     lead_ = l2 > 0 ? std::size_t(l2) / 4 : std::size_t{256} << 10;
     for (int i = 0; i < 8 * s_.layers + 4; i++) phases_.emplace_back(s_.threads);
-    lay_out();
   }
 
-  void pack(const TreadleWeights& w) {
+  void pack(const TreadleWeights& from) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    embedding_ = static_cast<const bf16*>(w.embedding);
-    norm_.assign(static_cast<const bf16*>(w.norm), static_cast<const bf16*>(w.norm) + s_.hidden);
-    for (int i = 0; i < s_.layers; i++) pack_small(layers_[i], w.layers[i]);
-    std::vector<Phase> phases;
-    for (int i = 0; i < 4 * s_.layers + 1; i++) phases.emplace_back(s_.threads);
-    for (int i = 0; i < s_.layers; i++) {
-      phases[4 * i].deal(layers_[i].qkv.units);
-      phases[4 * i + 1].deal(layers_[i].o.units);
-      phases[4 * i + 2].deal(layers_[i].gate_up.units);
-      phases[4 * i + 3].deal(layers_[i].down.units);
-    }
-    phases.back().deal(head_.units);
-    team_.run([&](int thread) {
-      for (int i = 0; i < s_.layers; i++) {
-        const TreadleLayer& from = w.layers[i];
-        const Layer& to = layers_[i];
-        const auto rows = [](const void* p, int inputs) {
-          return
-              [p, inputs](int n) { return static_cast<const bf16*>(p) + std::size_t(n) * inputs; };
-        };
-        const void* qkv[] = {from.q, from.k, from.v};
-        const auto gate = rows(from.gate, s_.hidden), up = rows(from.up, s_.hidden);
-        phases[4 * i].each(thread, [&](int unit) {
-          pack_unit(to.qkv, unit, [&](int n) {
-            const Column column = qkv_column(n);
-            return rows(qkv[column.part], s_.hidden)(column.index);
-          });
-        });
-        phases[4 * i + 1].each(thread,
-                               [&](int unit) { pack_unit(to.o, unit, rows(from.o, q_width_)); });
-        // A unit is 16 columns of gate beside the same 16 of up, so that one call sees both.
-        phases[4 * i + 2].each(thread, [&](int unit) {
-          pack_unit(to.gate_up, unit, [&](int n) {
-            const int column = n / kUnit * 16 + n % 16;
-            return n % kUnit < 16 ? gate(column) : up(column);
-          });
-        });
-        phases[4 * i + 3].each(
-            thread, [&](int unit) { pack_unit(to.down, unit, rows(from.down, s_.intermediate)); });
-      }
-      phases.back().each(thread, [&](int unit) {
-        pack_unit(head_, unit, [&](int n) {
-          return n < s_.vocab ? static_cast<const bf16*>(w.head) + std::size_t(n) * s_.hidden
-                              : nullptr;
-        });
-      });
-    });
+    weights_.pack(from, team_);
   }
 
   // Returns an error message, or "" when done.
   std::string run(const TreadleCall& call) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::string error = check(call);
+    std::string error = check(s_, call);
     if (!error.empty()) return error;
     prepare(call);
     team_.run([&](int thread) {
@@ -196,106 +98,7 @@ class Decoder {
   const char* kernel() const { return amx_ ? "amx_bf16" : "avx512_bf16"; }
 
  private:
-  // ------------------------------------------------------------------------ weights
-
-  void lay_out() {
-    std::size_t bytes = 0;
-    std::vector<Matrix*> all;
-    const auto add = [&](Matrix& m, int outputs, int inputs, int multiple) {
-      m.units = ((outputs + kUnit - 1) / kUnit + multiple - 1) / multiple * multiple;
-      m.blocks = inputs / kBlock;
-      bytes += m.bytes();
-      all.push_back(&m);
-    };
-    for (Layer& layer : layers_) {
-      add(layer.qkv, q_width_ + 2 * kv_width_, s_.hidden, 1);
-      add(layer.o, s_.hidden, q_width_, 1);
-      add(layer.gate_up, 2 * s_.intermediate, s_.hidden, 1);
-      add(layer.down, s_.hidden, s_.intermediate, 1);
-    }
-    add(head_, s_.vocab, s_.hidden, kChunkUnits);
-    packed_.reserve(bytes);
-    std::size_t offset = 0;
-    for (Matrix* m : all) {
-      m->data = packed_.as<std::uint8_t>(offset);
-      offset += m->bytes();
-      const int group = m == &head_ ? kChunkUnits : 1;
-      for (int t = 0; t < s_.threads; t++) {
-        const auto at = [&](int thread) {
-          return m->data +
-                 m->unit_bytes() * group * run_begin(m->units / group, thread, s_.threads);
-        };
-        streams_[t].add(at(t), at(t + 1));
-      }
-    }
-  }
-
-  // The columns of qkv go by KV head: its queries, its key, its value.
-  struct Column {
-    int part;  // 0 q, 1 k, 2 v
-    int index;
-  };
-  Column qkv_column(int n) const {
-    const int kv_head = n / group_width(), inside = n % group_width();
-    const int queries = group() * s_.head_dim;
-    if (inside < queries) return {0, kv_head * queries + inside};
-    const int part = inside < queries + s_.head_dim ? 1 : 2;
-    return {part, kv_head * s_.head_dim + inside - queries - (part - 1) * s_.head_dim};
-  }
-  int group() const { return s_.heads / s_.kv_heads; }
-  int group_width() const { return (group() + 2) * s_.head_dim; }
-
-  void pack_small(Layer& to, const TreadleLayer& from) {
-    const auto copy = [](std::vector<bf16>& out, const void* p, int n) {
-      const auto* begin = static_cast<const bf16*>(p);
-      if (p != nullptr) out.insert(out.end(), begin, begin + n);
-    };
-    for (auto* v : {&to.norm1, &to.norm2, &to.bias, &to.q_norm, &to.k_norm}) v->clear();
-    copy(to.norm1, from.norm1, s_.hidden);
-    copy(to.norm2, from.norm2, s_.hidden);
-    const void* bias[] = {from.q_bias, from.k_bias, from.v_bias};
-    for (int n = 0; from.q_bias != nullptr && n < q_width_ + 2 * kv_width_; n++) {
-      const Column column = qkv_column(n);
-      to.bias.push_back(static_cast<const bf16*>(bias[column.part])[column.index]);
-    }
-    copy(to.q_norm, from.q_norm, s_.head_dim);
-    copy(to.k_norm, from.k_norm, s_.head_dim);
-  }
-
   // ------------------------------------------------------------------------ a step
-
-  std::string check(const TreadleCall& call) const {
-    char text[160];
-    for (int r = 0; r < call.rows; r++) {
-      const std::int64_t id = call.ids[r];
-      const int position = call.positions[r];
-      if (id < 0 || id >= s_.vocab) {
-        std::snprintf(text, sizeof text, "row %d of %d: id %lld is outside 0..%d", r, call.rows,
-                      static_cast<long long>(id), s_.vocab - 1);
-        return text;
-      }
-      if (position < 0 || position >= s_.positions || position / kPositions >= call.table_width) {
-        std::snprintf(text, sizeof text,
-                      "row %d of %d: position %d, but %d positions and a table of %d blocks", r,
-                      call.rows, position, s_.positions, call.table_width);
-        return text;
-      }
-      for (int b = 0; b <= position / kPositions; b++) {
-        const int block = call.tables[std::size_t(r) * call.table_width + b];
-        if (block < 0 || block >= s_.kv_blocks) {
-          std::snprintf(text, sizeof text,
-                        "row %d of %d: table entry %d is block %d, outside 0..%lld", r, call.rows,
-                        b, block, static_cast<long long>(s_.kv_blocks - 1));
-          return text;
-        }
-      }
-    }
-    for (int i = 0; call.outputs != nullptr && i < call.num_outputs; i++) {
-      if (call.outputs[i] < 0 || call.outputs[i] >= call.rows)
-        return "an output row does not exist";
-    }
-    return "";
-  }
 
   void prepare(const TreadleCall& call) {
     const int stride = Activations::stride_for(call.rows);
@@ -306,20 +109,22 @@ class Decoder {
       return at;
     };
     const std::size_t x = place(std::size_t(stride) * s_.hidden * 2);
-    const std::size_t attended = place(std::size_t(stride) * q_width_ * 2);
+    const std::size_t attended = place(std::size_t(stride) * s_.heads * s_.head_dim * 2);
     const std::size_t act = place(std::size_t(stride) * s_.intermediate * 2);
     const int padded = (call.rows + 15) / 16 * 16, blocks = s_.hidden / kBlock;
     const std::size_t h = place(std::size_t(stride) * s_.hidden * 2);
     const std::size_t squares = place(sizeof(float) * padded * blocks);
-    const std::size_t qkv = place(std::size_t(call.rows) * group_width() * s_.kv_heads * 2);
+    const std::size_t qkv =
+        place(std::size_t(call.rows) * weights_.group_width() * s_.kv_heads * 2);
     const bool sampling = call.temperature != nullptr;
     const std::size_t stats =
-        place(sampling ? sizeof(ChunkStats) * chunks() * call.num_outputs : 0);
+        place(sampling ? sizeof(ChunkStats) * weights_.chunks() * call.num_outputs : 0);
     const std::size_t logits =
-        place(sampling ? sizeof(float) * kChunk * chunks() * call.num_outputs : 0);
+        place(sampling ? sizeof(float) * kChunk * weights_.chunks() * call.num_outputs : 0);
     work_.reserve(bytes);
     rows_ = call.rows;
-    independent_ = independent(call);
+    writer_.resize(std::size_t(s_.kv_blocks), -1);
+    independent_ = independent(call, writer_);
     x_ = {work_.as<bf16>(x), stride};
     attended_ = {work_.as<bf16>(attended), stride};
     act_ = {work_.as<bf16>(act), stride};
@@ -327,7 +132,7 @@ class Decoder {
     qkv_ = work_.as<bf16>(qkv);
     stats_ = work_.as<ChunkStats>(stats);
     logits_ = sampling ? work_.as<float>(logits) : call.logits;
-    logits_stride_ = sampling ? std::size_t(kChunk) * chunks() : std::size_t(s_.vocab);
+    logits_stride_ = sampling ? std::size_t(kChunk) * weights_.chunks() : std::size_t(s_.vocab);
 
     outputs_.clear();
     for (int i = 0; call.outputs != nullptr && i < (call.num_outputs + 15) / 16 * 16; i++) {
@@ -335,42 +140,20 @@ class Decoder {
     }
     auto phase = phases_.begin();
     (phase++)->deal(blocks);
-    for (const Layer& layer : layers_) {
+    for (const Layer& layer : weights_.layers) {
       const int heads = call.rows * s_.kv_heads;
       for (const int items : {blocks, layer.qkv.units, independent_ ? 0 : heads, heads,
                               layer.o.units, blocks, layer.gate_up.units, layer.down.units}) {
         (phase++)->deal(items);
       }
     }
-    for (const int items : {blocks, chunks(), call.num_outputs}) (phase++)->deal(items);
+    for (const int items : {blocks, weights_.chunks(), call.num_outputs}) (phase++)->deal(items);
     for (double& section : sections_) section = 0.0;
   }
 
-  // Whether no row reads a block that another row writes: then a row may attend before the
-  // others have written their keys and values. True for decoding, false for prompts.
-  bool independent(const TreadleCall& call) {
-    writer_.resize(std::size_t(s_.kv_blocks), -1);
-    bool yes = true;
-    for (int r = 0; r < call.rows; r++) {
-      std::int32_t& writer = writer_[block_of(call, r, call.positions[r])];
-      yes = yes && writer < 0;
-      writer = r;
-    }
-    for (int r = 0; yes && r < call.rows; r++) {
-      for (int p = 0; p <= call.positions[r]; p += kPositions) {
-        const std::int32_t writer = writer_[block_of(call, r, p)];
-        yes = yes && (writer < 0 || writer == r);
-      }
-    }
-    for (int r = 0; r < call.rows; r++) writer_[block_of(call, r, call.positions[r])] = -1;
-    return yes;
-  }
-
-  int chunks() const { return head_.units / kChunkUnits; }
-
   void step(int thread, const TreadleCall& call) {
     const int rows = call.rows;
-    Stream& stream = streams_[thread];
+    Stream& stream = weights_.streams[thread];
     stream.rewind();
     stream.fetch(lead_, lead_);
     void* scratch = scratch_.as<char>(scratch_step_ * thread);
@@ -391,16 +174,16 @@ class Decoder {
     phase->each(thread, [&](int block) { embed(call, block); });
     finish(kNorm);
     for (int index = 0; index < s_.layers; index++) {
-      const Layer& layer = layers_[index];
+      const Layer& layer = weights_.layers[index];
       phase->each(thread, [&](int block) {
         residual_.norm(block, rows, nullptr, layer.norm1.data(), s_.eps, x_);
       });
       finish(kNorm);
 
       product(layer.qkv, x_, [&](int unit, int first, int n, const float* c) {
-        const int column = unit * kUnit;
-        bf16* out = projected(column / group_width(), first) + column % group_width();
-        for (int r = 0; r < n; r++, out += group_width()) {
+        const int column = unit * kUnit, width = weights_.group_width();
+        bf16* out = projected(column / width, first) + column % width;
+        for (int r = 0; r < n; r++, out += width) {
           for (int i = 0; i < kUnit; i += 16) {
             __m512 y = _mm512_load_ps(c + r * kUnit + i);
             if (!layer.bias.empty())
@@ -420,8 +203,8 @@ class Decoder {
         const int row = item % rows, kv_head = item / rows;
         const bool more = item + 1 < rows * s_.kv_heads;
         const Span next = more ? span_of(index, call, item + 1) : Span{};
-        attend(projected(kv_head, row), group(), s_.head_dim, s_.scale, span_of(index, call, item),
-               attended_, row, kv_head * group() * s_.head_dim, scratch, more ? &next : nullptr);
+        attend(projected(kv_head, row), group_, s_.head_dim, s_.scale, span_of(index, call, item),
+               attended_, row, kv_head * group_ * s_.head_dim, scratch, more ? &next : nullptr);
         stream.fetch(4096, lead_);
       });
       finish(kAttend);
@@ -454,7 +237,7 @@ class Decoder {
 
     phase->each(thread, [&](int block) {
       residual_.norm(block, call.num_outputs, outputs_.empty() ? nullptr : outputs_.data(),
-                     norm_.data(), s_.eps, x_);
+                     weights_.norm.data(), s_.eps, x_);
     });
     finish(kNorm);
     phase->each(thread,
@@ -463,7 +246,7 @@ class Decoder {
     if (call.temperature == nullptr) return;
     phase->each(thread, [&](int i) {
       const Draw drawn =
-          draw(logits_ + logits_stride_ * i, s_.vocab, stats_ + std::size_t(chunks()) * i,
+          draw(logits_ + logits_stride_ * i, s_.vocab, stats_ + std::size_t(weights_.chunks()) * i,
                call.temperature[i], call.uniform[i]);
       call.next[i] = drawn.id;
       call.logprobs[i] = drawn.logprob;
@@ -475,7 +258,8 @@ class Decoder {
   void embed(const TreadleCall& call, int block) const {
     for (int row = 0; row < call.rows; row++) {
       std::memcpy(residual_.at(row, block),
-                  embedding_ + std::size_t(call.ids[row]) * s_.hidden + block * kBlock, kBlock * 2);
+                  weights_.embedding + std::size_t(call.ids[row]) * s_.hidden + block * kBlock,
+                  kBlock * 2);
     }
     for (int row = 0; row < call.rows; row += 16) {
       residual_.sum_squares(block, row, std::min(16, call.rows - row));
@@ -484,7 +268,7 @@ class Decoder {
 
   // Queries, key and value of a row for one KV head.
   bf16* projected(int kv_head, int row) const {
-    return qkv_ + (std::size_t(kv_head) * rows_ + row) * group_width();
+    return qkv_ + (std::size_t(kv_head) * rows_ + row) * weights_.group_width();
   }
 
   // Head norms and rotation of one row's queries and key of one KV head; key and value go to
@@ -495,8 +279,8 @@ class Decoder {
     const bf16* cos = cos_.data() + std::size_t(position) * dim / 2;
     const bf16* sin = sin_.data() + std::size_t(position) * dim / 2;
     bf16* x = projected(kv_head, row);
-    for (int head = 0; head <= group(); head++, x += dim) {
-      const auto& norm = head < group() ? layer.q_norm : layer.k_norm;
+    for (int head = 0; head <= group_; head++, x += dim) {
+      const auto& norm = head < group_ ? layer.q_norm : layer.k_norm;
       if (!norm.empty()) head_norm(x, norm.data(), dim, s_.eps);
       rotate(x, cos, sin, dim);
     }
@@ -505,10 +289,6 @@ class Decoder {
                            std::size_t(position % kPositions) * dim;
     std::memcpy(cache_.k + to, x - dim, std::size_t(dim) * 2);
     std::memcpy(cache_.v + to, x, std::size_t(dim) * 2);
-  }
-
-  static std::int32_t block_of(const TreadleCall& call, int row, int position) {
-    return call.tables[std::size_t(row) * call.table_width + position / kPositions];
   }
 
   Span span_of(int index, const TreadleCall& call, int item) const {
@@ -520,7 +300,7 @@ class Decoder {
 
   // 256 logits of all output rows: stored, and summed up for sampling.
   void head_chunk(const TreadleCall& call, int chunk, Stream& stream, float* c) {
-    const std::size_t bytes = head_.unit_bytes();
+    const std::size_t bytes = weights_.head.unit_bytes();
     const int rows = call.num_outputs, passes = rows > kRows ? 2 : 1;
     const int valid = std::min(kChunk, s_.vocab - chunk * kChunk);
     for (int first = 0; first < rows; first += kRows) {
@@ -529,8 +309,8 @@ class Decoder {
         if (first == 0) stream.use(bytes);
         const auto ahead =
             first < passes * kRows ? stream.take(bytes / passes, lead_) : Stream::Piece{nullptr, 0};
-        kernel_(head_.data + bytes * (std::size_t(chunk) * kChunkUnits + u), head_.blocks,
-                x_.at(first, 0), x_.stride, n, c + u * kUnit, kChunk, ahead);
+        kernel_(weights_.head.data + bytes * (std::size_t(chunk) * kChunkUnits + u),
+                weights_.head.blocks, x_.at(first, 0), x_.stride, n, c + u * kUnit, kChunk, ahead);
       }
       for (int r = 0; r < n; r++) {
         const int i = first + r;
@@ -538,7 +318,7 @@ class Decoder {
         copy_logits(logits_ + logits_stride_ * i + std::size_t(chunk) * kChunk, from, valid);
         if (call.temperature == nullptr) continue;
         const float temperature = call.temperature[i];
-        stats_[std::size_t(chunks()) * i + chunk] =
+        stats_[std::size_t(weights_.chunks()) * i + chunk] =
             chunk_stats(from, valid, temperature == 0.0f ? 1.0f : 1.0f / temperature);
       }
     }
@@ -558,15 +338,11 @@ class Decoder {
   std::mutex mutex_;
   Kernel kernel_ = nullptr;
   bool amx_ = false;
-  int q_width_ = 0, kv_width_ = 0;
   std::size_t lead_ = 0;
 
-  const bf16* embedding_ = nullptr;
-  std::vector<bf16> norm_, cos_, sin_;
-  std::vector<Layer> layers_;
-  Matrix head_;
-  Buffer packed_;
-  std::vector<Stream> streams_;
+  Weights weights_;
+  const int group_;  // query heads per KV head
+  std::vector<bf16> cos_, sin_;
 
   Cache cache_;
   std::vector<Phase> phases_;

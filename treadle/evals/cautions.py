@@ -12,11 +12,21 @@ from typing import Any
 
 from treadle.store import Event
 
-_LIMITS: tuple[tuple[str, str, float, str], ...] = (
-    ("truncated_frac", "cut by a token, turn or context limit", 0.2, "rollout.max_new_tokens"),
-    ("zero_variance_frac", "of groups had equal rewards", 0.7, "easier or harder tasks"),
+_LIMITS: tuple[tuple[str, float, str], ...] = (
+    (
+        "truncated_frac",
+        0.2,
+        "{:.0%} of the trajectories of the last {} steps were cut by a limit; raise "
+        "rollout.max_new_tokens, or teach shorter answers",
+    ),
+    (
+        "zero_variance_frac",
+        0.7,
+        "{:.0%} of the groups of the last {} steps had equal rewards and taught nothing; make "
+        "the tasks easier or harder, or the reward finer",
+    ),
 )
-"""Curve, what its share is, the limit, what to change; judged over the last steps."""
+"""Curve, largest share that passes without a word, sentence of (share, steps)."""
 
 _LAST_STEPS = 5
 
@@ -96,15 +106,10 @@ def _training(report: Mapping[str, Any]) -> list[str]:
     if steps["skipped"]:
         first = next(reason for reason in train["skipped"] if reason is not None)
         out.append(f"{steps['skipped']} of {steps['done']} steps were skipped, first: {first}")
-    for curve, what, limit, change in _LIMITS:
+    for curve, limit, sentence in _LIMITS:
         values = [v for v in train[curve][-_LAST_STEPS:] if v is not None]
         if values and (share := sum(values) / len(values)) > limit:
-            out.append(
-                f"{share:.0%} {what} in the last {len(values)} steps (change: {change})"
-                if what.startswith("of ")
-                else f"{share:.0%} of trajectories were {what} in the last {len(values)} steps "
-                f"(change: {change})"
-            )
+            out.append(sentence.format(share, len(values)))
     kls = [v for v in train["kl_k3_nats"] if v is not None]
     lags = [v for v in train["lag_versions"] if v is not None]
     if kls and not any(lags) and max(kls) > _MAX_KL_NATS:

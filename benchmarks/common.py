@@ -1,0 +1,92 @@
+"""What every benchmark shares: facts of the machine, and the document on stdout.
+
+Every benchmark ends with one JSON document on stdout:
+{"name", "date", "machine", "versions", "figures": {key: number}, "detail"}. With --json nothing
+else goes to stdout; the same document is written to benchmarks/results/NAME.json.
+
+Takes: figures and detail. Gives: the document.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from treadle import machine
+
+RESULTS = Path(__file__).parent / "results"
+VENVS = Path(__file__).parent / ".venvs"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def finish(
+    name: str, figures: Mapping[str, float], detail: Any, versions: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Write and print the document."""
+    facts = asdict(machine.facts())
+    document = {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {k: v for k, v in facts.items() if k != "versions"},
+        "versions": dict(facts.get("versions", {})) | dict(versions or {}),
+        "figures": {k: round(float(v), 4) for k, v in figures.items()},
+        "detail": detail,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(document, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
+    return document
+
+
+def best_gemm_flops(seconds: float = 1.0) -> float:
+    """Best rate of a bf16 1024^3 product in this process, in FLOP/s."""
+    import torch
+
+    a = torch.randn(1024, 1024).bfloat16()
+    b = torch.randn(1024, 1024).bfloat16()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * 1024**3 / best
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = run()
+    return time.perf_counter() - start, result
+
+
+def peer_venv(name: str, packages: Sequence[str]) -> Path:
+    """The Python of a virtual environment that holds a peer; made on first use.
+
+    torch is installed first and alone: a bare `torch` can pull gigabytes.
+    """
+    folder = VENVS / name
+    python = folder / "bin" / "python"
+    mark = folder / ".complete"
+    if not mark.exists():
+        say(f"making the virtual environment of {name} (minutes, once)")
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, *packages], check=True, stdout=sys.stderr)
+        mark.touch()
+    return python
