@@ -27,8 +27,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 
 class TreadleError(Exception):
@@ -125,7 +126,7 @@ class ErrorRecord:
 
 
 @contextlib.contextmanager
-def boundary(cls: type[TreadleError], where: str) -> Iterator[None]:
+def boundary(cls: type[TreadleError], where: str) -> Generator[None, None, None]:
     """Attribute whatever escapes to a boundary: `with boundary(ToolError, "tool add"): ...`.
 
     Errors of our tree pass unchanged, so the innermost boundary wins. Plugin authors raise
@@ -152,8 +153,8 @@ def record(error: BaseException, where: str) -> ErrorRecord:
 
 def first_of(error: BaseException) -> BaseException:
     """The first error of a group (of a TaskGroup, say) that is not itself a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    if isinstance(error, BaseExceptionGroup):
+        return first_of(cast("BaseExceptionGroup[BaseException]", error).exceptions[0])
     return error
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from treadle.advantage import advantages, group_stats, zero_variance
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
-from treadle.errors import ContractError, DataError
+from treadle.errors import ContractError, DataError, HarnessError, RewardError
 from treadle.evals.evaluate import evaluate, questions
 from treadle.harness import Harness
 from treadle.models.policy import Policy
@@ -243,18 +243,30 @@ class Controller:
         return ""
 
     def _check_draws(self, config: RunConfig) -> None:
-        """B094: refills are bounded, and the end says what the rewards were."""
-        state = self._state
-        limit = config.rollout.max_draws * config.rollout.groups_per_step
-        if state.drawn < limit:
+        """B094: refills are bounded, and the end says what the rewards were.
+
+        Where not one trajectory is scored, waiting helps nobody: the bound is two steps' worth.
+        """
+        state, wanted = self._state, config.rollout.groups_per_step
+        scored = any(g.scored for g in state.recent)
+        if state.drawn < (config.rollout.max_draws * wanted if scored else 2 * wanted):
             return
+        trajectories = [t for g in state.recent for t in g.trajectories]
+        errors = [error for t in trajectories if (error := t.error or t.reward.error)]
+        if errors and not scored:
+            cls = RewardError if errors[0].kind == "RewardError" else HarnessError
+            raise cls(
+                f"step {state.step + 1}: none of {len(trajectories)} trajectories was scored, and "
+                f"{len(errors)} have an error, the first: {errors[0].message}",
+                hint=errors[0].hint or "`treadle runs why` counts the errors by kind",
+            )
         values = [t.reward.value for g in state.recent for t in g.scored]
         known = [v for v in values if v is not None]
         mean = f"mean reward {sum(known) / len(known):.3f}" if known else "none was scored"
         reasons = ", ".join(f"{n} x {reason}" for reason, n in state.reasons.items())
         raise DataError(
             f"step {state.step + 1} drew {state.drawn} groups and only {len(state.ready)} of the "
-            f"{config.rollout.groups_per_step} it needs can teach ({reasons}; {mean})",
+            f"{wanted} it needs can teach ({reasons}; {mean})",
             hint="make the tasks easier or harder or the reward finer, or raise "
             "rollout.group_size; `treadle tasks validate` shows what a task set pays",
         )

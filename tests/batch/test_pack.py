@@ -184,7 +184,7 @@ def some_samples(draw: st.DrawFn) -> list[Sample]:
     return rows
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(some_samples(), st.integers(1, 40))
 def test_every_trained_token_is_packed_once_with_its_own_behaviour_and_context(
     rows: list[Sample], micro_tokens: int
@@ -210,7 +210,7 @@ def test_every_trained_token_is_packed_once_with_its_own_behaviour_and_context(
     assert sorted(owners) == list(range(len(rows)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(some_samples(), st.integers(1, 40))
 def test_packing_is_deterministic_and_parents_precede_children(
     rows: list[Sample], micro_tokens: int
@@ -230,7 +230,7 @@ def check_forest(layout: Layout) -> None:
         start += segment.length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(some_samples())
 def test_sharing_stores_each_prompt_of_a_group_once(rows: list[Sample]) -> None:
     """The packed size of one micro-batch is the number of distinct prompt starts plus the rest."""

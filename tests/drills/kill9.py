@@ -54,9 +54,7 @@ def config(tasks: Path, steps: int, seed: int) -> dict:
             steps=steps,
             seed=seed,
             model=ModelConfig(name="tiny-pretrained", dtype="float32", max_context=128),
-            tasks=(
-                TasksConfig(source=f"jsonl:{tasks}"),
-            ),
+            tasks=(TasksConfig(source=f"jsonl:{tasks}"),),
             rollout=RolloutConfig(group_size=4, groups_per_step=4, max_new_tokens=8),
             learn=LearnConfig(lr=1e-3),
             eval=EvalConfig(questions=0),
@@ -77,6 +75,24 @@ def wait(child: subprocess.Popen[bytes], limit_s: float) -> None:
     _, error = child.communicate(timeout=limit_s)
     if child.returncode:
         raise RuntimeError(f"the run ended with {child.returncode}:\n{error.decode()[-2000:]}")
+
+
+def await_writer(child: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Until the child writes the ledger, or is gone; at most two minutes."""
+    from treadle.errors import StoreError
+    from treadle.store import Store
+
+    for _ in range(2400):
+        if child.poll() is not None:
+            return
+        try:
+            with Store.open(run_dir, readonly=True) as store:
+                if any(session.pid == child.pid for session in store.info().sessions):
+                    return
+        except StoreError:
+            pass
+        time.sleep(0.05)
+    raise RuntimeError("the run did not begin within two minutes")
 
 
 def progress(run_dir: Path) -> int:
@@ -128,32 +144,33 @@ def drill(kills: int, steps: int, seed: int, root: Path) -> dict:
     settings = config(tasks, steps, seed)
     quiet, killed = root / "quiet", root / "killed"
     began = time.monotonic()
-    wait(start(settings, quiet, "new"), 600)
-    length_s = time.monotonic() - began
-
+    child = start(settings, quiet, "new")
+    await_writer(child, quiet)
+    startup_s = time.monotonic() - began
+    wait(child, 600)
+    with_ledger_s = time.monotonic() - began - startup_s
     hits: list[int] = []
     mode = "new"
     while len(hits) < kills:
         child = start(settings, killed, mode)
-        # Into start-up, generation, training and saving alike: a random time of a whole run,
-        # shorter when few steps are left so that the run does not end before its kills are spent.
-        left = 1 - max(progress(killed), 0) / steps
-        delay = rng.uniform(0.0, length_s * max(left, 0.2) / 2)
+        # One kill in five falls into start-up and resume; the others into a stretch of the run
+        # that on average leaves as much for each kill to come.
+        if rng.random() < 0.2:
+            delay = rng.uniform(0.0, startup_s)
+        else:
+            await_writer(child, killed)
+            delay = rng.uniform(0.0, 1.6 * with_ledger_s / kills)
         try:
             child.wait(timeout=delay)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            child.communicate()
             hits.append(progress(killed))
             mode = "resume" if hits[-1] >= 0 else "new"
             if mode == "new":
                 shutil.rmtree(killed, ignore_errors=True)
             continue
-        finally:
-            if child.stderr is not None:
-                child.stderr.close()
-        if child.returncode:
-            raise RuntimeError(f"a run ended with {child.returncode} without being killed")
+        wait(child, 1)
         break  # it finished before its kills were spent
     wait(start(settings, killed, mode), 600)
 

@@ -67,7 +67,9 @@ def task(taskset: str, i: int, split: str = "train", text: str | None = None) ->
     )
 
 
-def node(id: int, text: str, version: int | None, rng: random.Random, **message) -> Node:
+def node(
+    id: int, text: str, version: int | None, rng: random.Random, role: str = "assistant"
+) -> Node:
     """A node whose tokens are the text's bytes; sampled when it has a version."""
     ids = tuple(text.encode("utf-8", "replace"))
     sampled = version is not None
@@ -81,7 +83,7 @@ def node(id: int, text: str, version: int | None, rng: random.Random, **message)
         trained=(sampled,) * n,
         logprobs=tuple(-rng.expovariate(1.5) if sampled else math.nan for _ in ids),
         versions=(version if version is not None else -1,) * n,
-        message=Message(content=text, **({"role": "assistant"} | message)),
+        message=Message(role=role, content=text),
         stop_reason=StopReason.EOS if sampled else None,
         entropies=tuple(rng.random() for _ in ids) if sampled else (),
     )

@@ -43,8 +43,12 @@ FAMILIES = {
     "cohere": {"logit_scale": 0.5},
     "gpt_neox": {"rotary_pct": 0.5},
     "olmo2": {},
+    "smollm3": {},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""Grouped queries; norms of heads; biases; and some whose parts are not all swapped."""
+"""Grouped queries, norms of heads, biases, windows, layers without rotary, experts: some of
+their parts are swapped and some are not."""
 
 
 def pieces(layout: Layout = LAYOUT):

@@ -17,6 +17,7 @@ VOCAB, HIDDEN = 50, 16
 def small_chunks(monkeypatch):
     """Every test crosses chunk borders."""
     monkeypatch.setattr(head, "CHUNK", 8)
+    monkeypatch.setattr(head, "SLICE", 3)
 
 
 def case(rows: int = 21, seed: int = 0, dtype=torch.float32):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli import recipes
+from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_pairs, print_table
 from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, first_of
@@ -51,16 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help='"jsonl:PATH", "reasoning_gym:FAMILY" or a recipe; default: those of the run',
     )
+    add_set(parser, "tasks.0.options.max_terms=2 --set rollout.temperature=0.7")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="KEY=VALUE",
-        help="e.g. --set tasks.0.options.max_terms=2 --set rollout.temperature=0.7",
+        "--questions", type=positive, metavar="N", help="distinct ones per task set"
     )
-    parser.add_argument("--questions", type=int, metavar="N", help="distinct ones per task set")
-    parser.add_argument("--samples", type=int, metavar="K", help="answers to each question")
+    parser.add_argument("--samples", type=positive, metavar="K", help="answers to each question")
     parser.add_argument("--split", metavar="S", help="train, val or test; default: val")
     parser.add_argument(
         "--compare",
@@ -108,7 +104,7 @@ def _config(args: argparse.Namespace, trained: RunConfig | None) -> RunConfig:
     """The settings of the evaluation: of the run or the recipe, then of this command line."""
     config = trained or RunConfig(model=ModelConfig(name=args.what, lora=None))
     model = config.model
-    if args.tasks and _is_source(args.tasks):
+    if args.tasks and recipes.is_source(args.tasks):
         config = replace(config, tasks=(TasksConfig(source=args.tasks),))
     elif args.tasks:
         config = replace(recipes.load(args.tasks), model=model)
@@ -139,11 +135,6 @@ def _config(args: argparse.Namespace, trained: RunConfig | None) -> RunConfig:
         eval=replace(config.eval, every=0),
         tasks=tuple(replace(t, reward="score", ratio=1.0) for t in config.tasks),
     )
-
-
-def _is_source(text: str) -> bool:
-    """A task source, not a recipe "path.py:function"."""
-    return ":" in text and not text.partition(":")[0].endswith(".py")
 
 
 def _origin(target: Target, mix: Mix) -> dict[str, Provenance]:
@@ -198,21 +189,11 @@ def _check_same(info: RunInfo, run_dir: Path, identity: Mapping[str, Any]) -> No
     hint = "name another --run-dir, or leave it out to have one made from the settings"
     if EVALUATED not in info.provenance:
         raise ConfigError(f"{run_dir} holds a run, not an evaluation", hint=hint)
-    if found := differing(_identity(info.config, info.provenance), identity):
+    if found := recipes.differing(_identity(info.config, info.provenance), identity):
         raise ConfigError(
             f"{run_dir} holds an evaluation of something else; what differs: {', '.join(found)}",
             hint=hint,
         )
-
-
-def differing(a: Any, b: Any, key: str = "") -> list[str]:
-    """Dotted keys where two trees of JSON values differ."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = sorted({*a, *b})
-        return [d for k in keys for d in differing(a.get(k), b.get(k), f"{key}{k}.")]
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        return [d for i in range(len(a)) for d in differing(a[i], b[i], f"{key}{i}.")]
-    return [] if a == b else [f"`{key.rstrip('.')}`"]
 
 
 # --------------------------------------------------------------------------- asking

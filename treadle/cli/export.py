@@ -1,4 +1,4 @@
-"""`treadle export RUN OUT`: the newest checkpoint of a run as files for others.
+"""`treadle export RUN [OUT]`: the newest checkpoint of a run as files for others.
 
 Takes: a run directory. Gives: a PEFT adapter or a merged Hugging Face directory, with a card.
 """
@@ -12,7 +12,7 @@ from treadle.cli.output import print_json, print_pairs, size
 
 EXAMPLE = (
     "examples:\n"
-    "  treadle export runs/first-run exports/first-run\n"
+    "  treadle export runs/first-run\n"
     "  treadle export runs/first-run exports/merged --form merged --dtype bfloat16"
 )
 
@@ -21,7 +21,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty directory")
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="a new or empty directory; default: exports/NAME of the run directory",
+    )
     parser.add_argument(
         "--form",
         choices=("peft", "merged"),
@@ -43,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     done = export_run(
         args.run_dir,
-        args.out,
+        args.out or Path("exports") / args.run_dir.resolve().name,
         form=args.form,
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         force=args.force,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from treadle import machine
@@ -23,9 +24,288 @@ if TYPE_CHECKING:
     from treadle.models.load import LoadedModel
     from treadle.render import Renderer
     from treadle.tasks import Mix
+    from treadle.tools import Tools
 
 PROMPTS = 16
 """Of each task set, rendered to see how long they are."""
 
-TOKEN_BYTES, TRAJECTORY_BYTES = 10, 1500
+TOKEN_BYTES, TRAJECTORY_BYTES = 10, 1000
 """What the ledger takes, compressed: per token, and per trajectory beside its tokens."""
+
+STATE_BYTES = 12
+"""Per trained parameter in a checkpoint: the float32 master and two moments."""
+
+
+def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """Check everything and estimate. Raises what a real start would raise before its first token.
+
+    Returns:
+        compute, model, tasks, step, evaluation, memory, disk, template, run_dir, cautions.
+    """
+    tuning = machine.tune()
+    from treadle import api
+    from treadle.tools import load_tools
+
+    mix = api.open_tasks(config)
+    loaded = api.load_model(config.model)
+    tools = load_tools(config.rollout.tools)
+    renderer = api.renderer_of(loaded, tools=bool(config.rollout.tools))
+    probe = machine.probe()
+    dtype = probe.dtype if config.model.dtype == "auto" else config.model.dtype
+    trained = trained_parameters(config, loaded)
+    tasks = [_taskset(config, mix, i, renderer, tools) for i in range(len(config.tasks))]
+    result = {
+        "compute": {
+            "device": probe.device,
+            "dtype": dtype,
+            "threads": tuning.threads,
+            "why": probe.reason if config.model.dtype == "auto" else "model.dtype says so",
+        },
+        "model": {
+            "path": loaded.path,
+            "provenance": asdict(loaded.provenance),
+            "shape": asdict(loaded.shape),
+            "trained_parameters": trained,
+            "stop_ids": loaded.stop_ids,
+        },
+        "tasks": tasks,
+        "step": _step(config, tasks),
+        "evaluation": _evaluation(config, tasks),
+        "memory": _memory(config, loaded, dtype, tasks),
+        "disk": _disk(config, run_dir, trained, tasks),
+        "template": _template(renderer),
+        "run_dir": _run_dir(run_dir),
+    }
+    result["cautions"] = _cautions(config, result)
+    return result
+
+
+def trained_parameters(config: RunConfig, loaded: LoadedModel) -> int:
+    """How many numbers the optimiser owns."""
+    from treadle.models.forward import linear_names
+
+    if config.model.lora is None:
+        return loaded.shape.parameters
+    weights = [loaded.module.get_submodule(n).weight for n in linear_names(loaded.module)]
+    return config.model.lora.rank * sum(sum(w.shape) for w in weights)
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _taskset(
+    config: RunConfig, mix: Mix, index: int, renderer: Renderer, tools: Tools
+) -> dict[str, Any]:
+    """One task set: what it holds, what it pays, how long its prompts are."""
+    from treadle.evals.evaluate import questions
+
+    taskset, settings = mix.tasksets[index], config.tasks[index]
+    train = taskset.size(mix.split)
+    shown = [taskset.task(i, mix.split) for i in range(min(PROMPTS, train or PROMPTS))]
+    lengths = [len(renderer.prompt(task.messages, tools.schemas)) for task in shown]
+    held_out = len(questions(taskset, config.eval)) if config.eval.questions else 0
+    total = sum(t.ratio for t in config.tasks)
+    return {
+        "name": taskset.name,
+        "provenance": asdict(taskset.provenance),
+        "share": settings.ratio / total,
+        "reward": settings.reward,
+        "train_tasks": train,
+        "held_out_questions": held_out,
+        "held_out_split": config.eval.split,
+        "prompt_tokens_mean": fmean(lengths),
+        "prompt_tokens_max": max(lengths),
+    }
+
+
+def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one optimiser step generates and trains, dropped groups not counted."""
+    rollout = config.rollout
+    trajectories = rollout.group_size * rollout.groups_per_step
+    prompt = sum(t["share"] * t["prompt_tokens_mean"] for t in tasks)
+    sampled = rollout.max_new_tokens * (
+        1 if rollout.harness == "single_turn" else rollout.max_turns
+    )
+    return {
+        "steps": config.steps,
+        "groups": rollout.groups_per_step,
+        "trajectories": trajectories,
+        "sampled_tokens_max": trajectories * sampled,
+        "prompt_tokens": round(prompt * rollout.groups_per_step),
+        "tokens_per_trajectory_max": round(prompt + sampled),
+        "micro_tokens": config.learn.micro_tokens,
+    }
+
+
+def _evaluation(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    questions = sum(t["held_out_questions"] for t in tasks)
+    between = (config.steps - 1) // config.eval.every if config.eval.every else 0
+    times = 2 + between if questions else 0
+    return {
+        "questions": questions,
+        "samples": config.eval.samples,
+        "times": times,
+        "answers": times * questions * config.eval.samples,
+        "reward": "the task set's own strict score, whatever trains",
+    }
+
+
+def _memory(
+    config: RunConfig, loaded: LoadedModel, dtype: str, tasks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Bytes at the peak by part; the KV cache holds the rows that are decoded at once."""
+    from treadle.train.memory import estimate_memory
+
+    step = _step(config, tasks)
+    prompt = max(t["prompt_tokens_max"] for t in tasks)
+    answer = min(
+        step["sampled_tokens_max"] // step["trajectories"], loaded.shape.max_context - prompt
+    )
+    ahead = config.schedule.eta + 1
+    rows, prompts = ahead * step["trajectories"], ahead * step["groups"]
+    kv_tokens = rows * max(0, answer) + prompts * prompt
+    packed = step["sampled_tokens_max"] + step["groups"] * prompt
+    estimate = estimate_memory(
+        loaded.shape,
+        lora=config.model.lora,
+        dtype=dtype,
+        micro_tokens=min(config.learn.micro_tokens, packed),
+        engine_kv_tokens=kv_tokens,
+    )
+    return {
+        "parts_bytes": estimate.parts,
+        "total_bytes": estimate.total,
+        "available_bytes": machine.facts().memory_available_bytes,
+        "kv_tokens": kv_tokens,
+    }
+
+
+def _disk(
+    config: RunConfig, run_dir: Path, trained: int, tasks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Upper estimates in bytes: every answer as long as it may be."""
+    step, evaluation = _step(config, tasks), _evaluation(config, tasks)
+    trajectories = config.steps * step["trajectories"] + evaluation["answers"]
+    each = TRAJECTORY_BYTES + TOKEN_BYTES * step["tokens_per_trajectory_max"]
+    checkpoints = (config.store.keep_checkpoints + 1) * STATE_BYTES * trained
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    return {
+        "ledger_bytes": trajectories * each,
+        "checkpoint_bytes": STATE_BYTES * trained,
+        "checkpoints_bytes": checkpoints,
+        "total_bytes": trajectories * each + checkpoints,
+        "free_bytes": shutil.disk_usage(place).free,
+        "limit_bytes": int(config.store.max_gib * 2**30),
+    }
+
+
+def _template(renderer: Renderer) -> dict[str, Any]:
+    report = renderer.check()
+    return {"sha256": report.hash, "lines": report.lines(), "problems": report.problems}
+
+
+def _run_dir(run_dir: Path) -> dict[str, Any]:
+    """Whether a start would find the place free."""
+    from treadle.cli.target import is_run
+    from treadle.store import Store
+
+    if is_run(run_dir):
+        with Store.open(run_dir, readonly=True) as store:
+            done, status = store.frontier().step, store.info().status
+        says = f"holds a run: {status}, {done} steps done; --resume goes on with it"
+        return {"path": run_dir, "state": "run", "steps_done": done, "says": says}
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        return {"path": run_dir, "state": "other", "says": "exists and holds no run"}
+    return {"path": run_dir, "state": "new", "says": "would be made"}
+
+
+def _cautions(config: RunConfig, result: Mapping[str, Any]) -> list[str]:
+    """What does not stop the run and is probably not wanted."""
+    out = []
+    for taskset in result["tasks"]:
+        wanted, found = config.eval.questions, taskset["held_out_questions"]
+        if found < wanted:
+            out.append(
+                f"{taskset['name']}: split `{config.eval.split}` has {found} distinct questions, "
+                f"{wanted} are asked for"
+            )
+        longest = taskset["prompt_tokens_max"] + config.rollout.max_new_tokens
+        limit = result["model"]["shape"]["max_context"]
+        if longest > limit:
+            out.append(
+                f"{taskset['name']}: a prompt of {taskset['prompt_tokens_max']} tokens and an "
+                f"answer of {config.rollout.max_new_tokens} exceed the context of {limit}: "
+                "answers will be cut"
+            )
+    memory = result["memory"]
+    if memory["total_bytes"] > memory["available_bytes"]:
+        out.append(
+            f"about {size(memory['total_bytes'])} of memory, {size(memory['available_bytes'])} "
+            "are available: lower learn.micro_tokens or rollout.group_size"
+        )
+    disk = result["disk"]
+    for name, room in (("free", disk["free_bytes"]), ("store.max_gib", disk["limit_bytes"])):
+        if disk["total_bytes"] > room:
+            out.append(f"about {size(disk['total_bytes'])} of disk, {name} is {size(room)}")
+    return out
+
+
+# --------------------------------------------------------------------------- text
+
+
+def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
+    """The plan for people: the resolved config, then what it means."""
+    compute, model, step = result["compute"], result["model"], result["step"]
+    shape, evaluation, disk = model["shape"], result["evaluation"], result["disk"]
+    lines = ["config", *_config_lines(to_dict(config)), "", "plan"]
+    lines += [
+        f"  run directory   {result['run_dir']['path']}: {result['run_dir']['says']}",
+        f"  compute         {compute['device']}, {compute['dtype']}, {compute['threads']} threads "
+        f"({compute['why']})",
+        f"  model           {shape['family']}, {shape['parameters'] / 1e6:,.1f} M parameters, "
+        f"{shape['layers']} layers x {shape['hidden']}, vocabulary {shape['vocab']:,}, "
+        f"{model['provenance']['license']}",
+        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters",
+    ]
+    lines += [
+        f"  tasks           {t['name']}: {t['share']:.0%} of groups, reward {t['reward']}, "
+        f"prompts of about {t['prompt_tokens_mean']:.0f} tokens, "
+        f"{t['held_out_questions']} held-out questions ({t['held_out_split']})"
+        for t in result["tasks"]
+    ]
+    lines += [
+        f"  a step          {step['groups']} groups x {config.rollout.group_size}, up to "
+        f"{step['sampled_tokens_max']:,} sampled tokens; {step['steps']} steps",
+        f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
+        f"{evaluation['samples']} samples = {evaluation['answers']:,} answers",
+        f"  memory          {_memory_line(result['memory'])}",
+        f"  disk            up to {size(disk['total_bytes'])}: ledger {size(disk['ledger_bytes'])},"
+        f" checkpoints {size(disk['checkpoints_bytes'])}; {size(disk['free_bytes'])} free",
+        f"  chat template   {result['template']['lines'][0]}",
+        *(f"                  {line}" for line in result["template"]["lines"][1:]),
+        *(f"  caution         {caution}" for caution in result["cautions"]),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_line(memory: Mapping[str, Any]) -> str:
+    parts = sorted(memory["parts_bytes"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {size(num)}" for name, num in parts if num)
+    return (
+        f"about {size(memory['total_bytes'])} at the peak of {size(memory['available_bytes'])} "
+        f"available: {named}"
+    )
+
+
+def _config_lines(tree: Any, prefix: str = "") -> list[str]:
+    """`  learn.lr = 0.0003`, one leaf a line, as --set takes them."""
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(tree, Mapping):
+        pairs = list(tree.items())
+    elif isinstance(tree, list) and any(isinstance(v, Mapping) for v in tree):
+        pairs = [(str(i), v) for i, v in enumerate(tree)]
+    if not pairs:
+        return [f"  {prefix.rstrip('.')} = {json.dumps(tree)}"]
+    return [line for key, value in pairs for line in _config_lines(value, f"{prefix}{key}.")]

@@ -9,7 +9,9 @@ Takes: "10_first_run", "recipes/10_first_run/recipe.py", "my.py:small". Gives: a
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import treadle
 from treadle.config import RunConfig
@@ -42,6 +44,11 @@ def load(spec: str) -> RunConfig:
     return config
 
 
+def is_source(text: str) -> bool:
+    """Whether a text names a task source ("kind:rest") and not a recipe ("path.py:function")."""
+    return ":" in text and not text.partition(":")[0].endswith(".py")
+
+
 def find(name: str) -> Path:
     """The file of a recipe."""
     path = Path(name)
@@ -62,6 +69,16 @@ def folders() -> list[Path]:
     package = Path(treadle.__file__).parent
     candidates = [Path("recipes"), package.parent / "recipes", package / "recipes"]
     return [folder for folder in candidates if folder.is_dir()]
+
+
+def differing(a: Any, b: Any, key: str = "") -> list[str]:
+    """Dotted keys where two trees of JSON values differ."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        keys = sorted({*a, *b})
+        return [d for k in keys for d in differing(a.get(k), b.get(k), f"{key}{k}.")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        return [d for i in range(len(a)) for d in differing(a[i], b[i], f"{key}{i}.")]
+    return [] if a == b else [f"`{key.rstrip('.')}`"]
 
 
 def names() -> list[str]:

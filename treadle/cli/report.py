@@ -1,11 +1,15 @@
-"""`treadle report RUN`: before and after, curves, samples; `--html` writes one static page."""
+"""`treadle report RUN`: before and after, curves, samples; `--html` writes one static page.
+
+Guarantees: the run is only read, and may be written meanwhile.
+
+Takes: a run directory. Gives: the report as text or JSON, and a page.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from treadle.api import Run
 from treadle.cli.output import print_json
 
 EXAMPLE = (
@@ -19,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from treadle.api import Run
+
     finished = Run(args.run_dir)
     if args.html:
         from treadle.evals.page import write_page

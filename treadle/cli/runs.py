@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.cli.arguments import age, count
 from treadle.cli.output import ago, print_json, print_pairs, print_table, size
 from treadle.errors import ConfigError, StoreError
 from treadle.evals.visible import one_line
@@ -28,8 +29,6 @@ EXAMPLE = (
     "  treadle runs gc --keep 5 --older-than 7d --dry-run"
 )
 
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     root = {"type": Path, "help": "directory of runs; default: runs"}
@@ -42,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "why", help="why a run stopped", epilog="example: treadle runs why runs/first-run"
     )
     why.add_argument("run_dir", type=Path, metavar="RUN")
-    why.add_argument("--events", type=int, default=10, metavar="N", help="last events to show")
+    why.add_argument("--events", type=count, default=10, metavar="N", help="last events to show")
     gc = actions.add_parser(
         "gc",
         help="remove old runs, and what resume does not need of the others",
         epilog="example: treadle runs gc --keep 5 --older-than 7d --dry-run",
     )
-    gc.add_argument("--keep", type=_count, default=10, metavar="N", help="newest runs that stay")
+    gc.add_argument("--keep", type=count, default=10, metavar="N", help="newest runs that stay")
     gc.add_argument(
         "--older-than",
-        type=seconds,
+        type=age,
         default="30d",
         metavar="AGE",
         help="further runs go when nothing was written to them for so long, e.g. 12h, 7d, 2w",
@@ -60,23 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (listing, gc):
         each.add_argument("--root", default=argparse.SUPPRESS, **root)
     parser.set_defaults(action="list")
-
-
-def seconds(text: str) -> float:
-    """An age: "90s", "30m", "12h", "7d", "2w"."""
-    number, unit = text[:-1], text[-1:]
-    try:
-        return float(number) * UNITS_S[unit]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(
-            f"`{text}` is not an age: write a number and one of {', '.join(UNITS_S)}, e.g. 7d"
-        ) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of runs: 0, 1, 2, ...")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,7 +135,7 @@ def _why(args: argparse.Namespace) -> int:
     from treadle.store import Store
 
     with Store.open(args.run_dir, readonly=True) as store:
-        found = _explain(store, args.run_dir, max(0, args.events))
+        found = _explain(store, args.run_dir, args.events)
     if args.json:
         print_json(found)
         return 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.cli.arguments import positive, temperature
 from treadle.cli.output import print_json
 from treadle.config import ModelConfig, RunConfig
 from treadle.errors import ConfigError, LimitExceeded
@@ -45,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: a conversation")
     parser.add_argument("--system", help="system message; default: that of the run's task sets")
     parser.add_argument(
-        "--temperature", type=float, help="0 = greedy; default: that of the run, else 1"
+        "--temperature", type=temperature, help="0 = greedy; default: that of the run, else 1"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, help="per answer; default: that of the run, else 256"
+        "--max-new-tokens", type=positive, help="per answer; default: that of the run, else 256"
     )
-    parser.add_argument("--n", type=int, default=1, help="answers to PROMPT")
+    parser.add_argument("--n", type=positive, default=1, help="answers to PROMPT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--compare", action="store_true", help="also let the run's base model answer"
@@ -84,12 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.n < 1:
-        raise ConfigError(f"--n must be >= 1, got {args.n}")
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be >= 1, got {args.max_new_tokens}")
-    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise ConfigError(f"--temperature must be a number >= 0, got {args.temperature}")
     if args.prompt is None and (args.json or args.n > 1):
         raise ConfigError(
             "--json and --n are about the answers to one PROMPT, and there is none",

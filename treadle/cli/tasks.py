@@ -1,10 +1,14 @@
-"""`treadle tasks show|validate SOURCE`: look at a task set, and at what it pays for nothing."""
+"""`treadle tasks show|validate SOURCE`: look at a task set, and at what it pays for nothing.
+
+Takes: a source or a recipe. Gives: tasks with their gold answers, or checks; exit 1 when one fails.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from treadle.cli import recipes
+from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_table
 from treadle.config import RunConfig, TasksConfig, override
 from treadle.errors import ConfigError
@@ -24,19 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=text, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         sub.add_argument("source", help='"jsonl:PATH", "reasoning_gym:FAMILY", or a recipe')
-        sub.add_argument(
-            "-n", type=int, default=5 if name == "show" else 60, help="tasks to look at"
-        )
+        default = 5 if name == "show" else 60
+        sub.add_argument("-n", type=positive, default=default, help="tasks to look at")
         sub.add_argument("--split", default="train", help="train, val or test")
         sub.add_argument("--seed", type=int, default=0)
-        sub.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            dest="settings",
-            metavar="KEY=VALUE",
-            help="e.g. --set options.max_terms=2",
-        )
+        add_set(sub, "options.max_terms=2; of a recipe: tasks.0.options.max_terms=2")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _configs(args: argparse.Namespace) -> list[TasksConfig]:
-    if ":" in args.source:
+    if recipes.is_source(args.source):
         config = RunConfig(tasks=(TasksConfig(source=args.source),))
         return list(override(config, [f"tasks.0.{s}" for s in args.settings]).tasks)
     config = override(recipes.load(args.source), args.settings)

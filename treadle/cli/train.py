@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from treadle.cli import recipes
+from treadle.cli.arguments import add_set
 from treadle.cli.output import print_json
 from treadle.config import RunConfig, override, to_dict
 from treadle.errors import ConfigError
@@ -28,14 +29,7 @@ EXAMPLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a name, a folder, or path.py:function")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="KEY=VALUE",
-        help="override a setting, e.g. --set learn.lr=1e-4",
-    )
+    add_set(parser, "learn.lr=1e-4")
     parser.add_argument("--run-dir", type=Path, help="default: runs/NAME of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
@@ -74,7 +68,6 @@ def _resumed(
 ) -> tuple[RunConfig, int, bool]:
     """The stored config with this call's overrides, the steps done, and whether it finished."""
     from treadle.api import check_resumable
-    from treadle.cli.eval import differing
     from treadle.cli.target import is_run
     from treadle.store import Store
 
@@ -87,7 +80,9 @@ def _resumed(
         status = store.info().status
     config = override(stored, args.settings)
     check_resumable(stored, config, done)
-    others = [key for key in differing(to_dict(stored), to_dict(recipe)) if key != "`steps`"]
+    others = [
+        key for key in recipes.differing(to_dict(stored), to_dict(recipe)) if key != "`steps`"
+    ]
     if others:
         print(
             f"{run_dir} keeps the settings that it began with; the recipe now has others for "

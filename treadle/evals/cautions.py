@@ -33,6 +33,9 @@ _LAST_STEPS = 5
 _MAX_KL_NATS = 0.05
 """Mean k3 between engine and trainer above which importance weights carry the step."""
 
+_ALARMS = 3
+"""Shown one by one."""
+
 _MIN_QUESTIONS = 30
 """Below this many questions an interval by Student's t is rough."""
 
@@ -128,4 +131,8 @@ def _training(report: Mapping[str, Any]) -> list[str]:
 
 
 def _alarms(events: Sequence[Event]) -> list[str]:
-    return [str(e.data.get("message", e.data)) for e in events if e.kind == "alarm"]
+    """The first alarms, and how many there were."""
+    alarms = [e.data for e in events if e.kind == "alarm"]
+    shown = [f"step {a.get('step')}: {a.get('message')}" for a in alarms[:_ALARMS]]
+    rest = len(alarms) - len(shown)
+    return [*shown, f"{rest} more alarms after these"] if rest else shown

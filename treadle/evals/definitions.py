@@ -130,11 +130,16 @@ def definitions() -> dict[str, Definition]:
     from treadle.rollout.metrics import METRICS as ROLLOUT
     from treadle.train.metrics import METRICS as TRAIN
 
-    texts = {**ROLLOUT, **TRAIN, **CONTROLLER}
     return {
-        name: Definition(text=text, unit=_FACTS[name][0], good=_FACTS[name][1])
-        for name, text in texts.items()
+        name: _definition(text, *_FACTS[name])
+        for name, text in {**ROLLOUT, **TRAIN, **CONTROLLER}.items()
     }
+
+
+def _definition(text: str, unit: str, good: str) -> Definition:
+    # Some rooms end their sentence with unit and direction, which have columns of their own.
+    short = text.removesuffix(f"; {good}").removesuffix(f"; {unit}")
+    return Definition(text=short, unit=unit, good=good)
 
 
 def define(name: str, known: dict[str, Definition]) -> Definition | None:

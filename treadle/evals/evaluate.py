@@ -16,7 +16,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from treadle.config import EvalConfig, RolloutConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, first_of
 from treadle.harness import Harness
 from treadle.render import Renderer
 from treadle.rollout import derive, run_trajectory
@@ -29,6 +29,9 @@ EVAL_SEED = 0x5EED
 """Mixed into the run's seed: an evaluation never draws the numbers of a training rollout, and
 before and after draw the same ones, so that their difference is paired."""
 
+_LOOKS = 20
+"""Tasks looked at per question wanted, in a split without an end whose texts repeat."""
+
 
 def questions(taskset: Taskset, config: EvalConfig) -> tuple[Task, ...]:
     """The first `config.questions` tasks of the held-out split, distinct by text.
@@ -36,9 +39,10 @@ def questions(taskset: Taskset, config: EvalConfig) -> tuple[Task, ...]:
     Fewer when the split has fewer. Raises ConfigError when it has none.
     """
     size = taskset.size(config.split)
-    wanted = config.questions if size is None else min(config.questions, size)
     seen: dict[str, Task] = {}
-    for index in range(wanted):
+    for index in range(config.questions * _LOOKS if size is None else size):
+        if len(seen) == config.questions:
+            break
         task = taskset.task(index, config.split)
         seen.setdefault(text_of(task), task)
     if not seen:
@@ -87,7 +91,10 @@ async def evaluate(
         progress: called with (answers stored, answers wanted).
 
     Returns:
-        The evaluation's id in the store; stored answers of an earlier attempt are kept.
+        The evaluation's id in the store. Stored answers of an earlier attempt are kept; what
+        ended in an error is asked again.
+
+    Raises what breaks a contract, or the store's own error, as itself.
     """
     eval_seed = derive(seed, EVAL_SEED)
     eval_id = store.begin_eval(
@@ -106,7 +113,7 @@ async def evaluate(
             "template": renderer.template.hash,
         },
     )
-    done = store.eval_done(eval_id)
+    done = _answered(store, step, eval_id)
     wanted = [
         (index, task, sample)
         for index, task in enumerate(tasks)
@@ -139,11 +146,25 @@ async def evaluate(
         if progress is not None:
             progress(stored, total)
 
-    async with asyncio.TaskGroup() as group:
-        for index, task, sample in wanted:
-            group.create_task(answer(index, task, sample))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, task, sample in wanted:
+                group.create_task(answer(index, task, sample))
+    except BaseExceptionGroup as errors:
+        raise first_of(errors) from errors
     store.finish_eval(eval_id)
     return eval_id
+
+
+def _answered(store: Store, step: int, eval_id: int) -> set[tuple[str, int]]:
+    """(task id, sample) of the answers that need not be made again."""
+    return {
+        (result.task_id, result.sample)
+        for row in store.evals(step=step)
+        if row.id == eval_id
+        for result in row.results
+        if result.error is None
+    }
 
 
 def _result(trajectory: Trajectory) -> EvalResult:

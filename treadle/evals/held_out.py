@@ -46,6 +46,8 @@ def held_out(store: Store) -> dict[str, Any]:
     after = _side({n: p[1] for n, p in pairs.items()}, last, asked)
     if last == 0:
         after["reason"] = "no step is committed yet"
+    if not rows and not config.get("eval", {}).get("questions"):
+        before["reason"] = after["reason"] = "evaluations are off (eval.questions is 0)"
     overlap = asked.overlap([r for r in rows if r.taskset in names])
     return {
         "before": before,
@@ -264,7 +266,7 @@ def _gain(
     asked: Questions,
 ) -> dict[str, Any]:
     """After minus before, paired per question; each task set that allows it, and their mean."""
-    reasons = [side["reason"] for side in (before, after) if side["reason"]]
+    reasons = list(dict.fromkeys(s["reason"] for s in (before, after) if s["reason"]))
     strict: dict[str, Estimate] = {}
     lenient: dict[str, Estimate] = {}
     tasksets: dict[str, Any] = {}

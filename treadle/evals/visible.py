@@ -29,7 +29,7 @@ def visible(text: str) -> str:
 
 def one_line(text: str, limit: int = 0) -> str:
     """On one line, at most `limit` characters when that is not 0."""
-    line = " ".join(visible(text).split())
+    line = visible(" ".join(text.split()))
     return line if not limit or len(line) <= limit else line[: limit - 1] + "\u2026"
 
 

@@ -6,9 +6,8 @@ attention, come from the *current thread's* `Weights` and `Attend`. Guarantees:
 - outside of `run` an installed module still holds its own parameters: `state_dict`, `parameters`
   and saving are untouched;
 - an attention feature that `Attend` would ignore (soft cap, sinks, a window shorter than the
-  context, a mask, dropout) raises ModelError, it is never dropped;
-- `install` compares the installed module with the library's own forward and refuses a model
-  that the packed path would compute differently (state-space layers, soft-capped logits, ...).
+  context, a mask, dropout) raises ModelError, it is never dropped. (What no argument shows, e.g.
+  layers that mix tokens outside of attention, is found by proof.py.)
 
 Takes: a causal LM of transformers. Gives: last hidden states.
 """

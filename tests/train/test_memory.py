@@ -1,0 +1,93 @@
+"""The memory estimate: counts by hand, and what it must and must not depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from treadle.config import LoraConfig
+from treadle.models import tiny
+from treadle.models.load import load
+from treadle.models.policy import Policy
+from treadle.train.memory import MemoryEstimate, estimate_memory, lora_parameters
+from treadle.types import ModelShape
+
+GIB = 2**30
+SMOLLM2 = ModelShape(
+    family="llama",
+    layers=30,
+    hidden=576,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    intermediate=1536,
+    vocab=49_152,
+    tied=True,
+    parameters=134_515_008,
+    max_context=2048,
+)
+
+
+def estimate(
+    shape: ModelShape = SMOLLM2,
+    *,
+    lora: LoraConfig | None = LoraConfig(rank=8),
+    dtype: str = "bfloat16",
+    micro_tokens: int = 4096,
+    engine_kv_tokens: int = 64 * 96,
+) -> MemoryEstimate:
+    return estimate_memory(
+        shape,
+        lora=lora,
+        dtype=dtype,
+        micro_tokens=micro_tokens,
+        engine_kv_tokens=engine_kv_tokens,
+    )
+
+
+def test_the_first_run_fits_its_budget() -> None:
+    """SmolLM2-135M, LoRA r 8, bfloat16, 8 prompts x 8 rows of at most 96 tokens: under 4 GiB."""
+    assert estimate(micro_tokens=8 * 48 + 64 * 48).total < 4 * GIB
+
+
+def test_parts_by_hand() -> None:
+    parts = estimate().parts
+    assert parts["masters"] == 4 * 134_515_008
+    assert parts["compute"] == 2 * 134_515_008
+    assert parts["kv_cache"] == 2 * 30 * 3 * 64 * 2 * 64 * 96
+    assert parts["optimizer"] == 16 * 2_442_240
+    assert parts["activations"] == pytest.approx(2 * 4096 * 30 * 8448, rel=0.01)
+
+
+def test_adapter_parameters_are_counted_as_the_policy_makes_them(tmp_path: Path) -> None:
+    tiny.build_random(tmp_path)
+    loaded = load(str(tmp_path), max_context=64)
+    policy = Policy(loaded, lora=LoraConfig(rank=3), dtype=torch.float32)
+    count = sum(p.numel() for p in policy.parameters().values())
+    assert lora_parameters(loaded.shape, 3) == count
+
+
+def test_activations_grow_with_the_token_budget_and_with_nothing_else() -> None:
+    small, large = estimate(micro_tokens=2048), estimate(micro_tokens=8192)
+    assert large.parts["activations"] == 4 * small.parts["activations"]
+    longer = estimate(replace(SMOLLM2, max_context=32_768), micro_tokens=2048)
+    assert longer.total == small.total
+
+
+def test_full_fine_tuning_pays_for_gradients_and_moments() -> None:
+    extra = estimate(lora=None).parts["optimizer"] - estimate().parts["optimizer"]
+    assert extra == 12 * 134_515_008 - 16 * 2_442_240
+
+
+def test_float32_costs_more_than_bfloat16() -> None:
+    assert estimate(dtype="float32").total > estimate().total
+
+
+def test_a_publication_can_be_the_peak() -> None:
+    """With few tokens, the second copies of a publication weigh more than a backward pass."""
+    parts = estimate(micro_tokens=16).parts
+    assert parts["activations"] == 0
+    assert parts["transient"] > 2 * 134_515_008
