@@ -14,7 +14,12 @@ def test_a_config_survives_json():
 def test_overrides_reach_sections_lists_and_free_options():
     config = override(
         RunConfig(tasks=(TasksConfig(source="a"), TasksConfig(source="b"))),
-        ["rollout.group_size=4", "tasks.1.ratio=2", "tasks.0.options.min_terms=2", "model.lora=null"],
+        [
+            "rollout.group_size=4",
+            "tasks.1.ratio=2",
+            "tasks.0.options.min_terms=2",
+            "model.lora=null",
+        ],
     )
     assert config.rollout.group_size == 4
     assert config.tasks[1].ratio == 2.0

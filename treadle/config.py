@@ -130,7 +130,7 @@ class LearnConfig:
     """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
     parity_stop: float = 0.0
     """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
-    0 = 1e-3 in float32 and 2.5e-2 in bfloat16."""
+    0 = the bound of the compute dtype in train/parity.py."""
     max_nan_steps: int = 3
     """Consecutive non-finite steps that end the run."""
 
@@ -178,8 +178,12 @@ class StoreConfig:
     """A run directory larger than this stops the run before the next checkpoint."""
 
     def __post_init__(self) -> None:
-        _require(self.checkpoint_every >= 1, "store.checkpoint_every", self.checkpoint_every, ">= 1")
-        _require(self.keep_checkpoints >= 1, "store.keep_checkpoints", self.keep_checkpoints, ">= 1")
+        _require(
+            self.checkpoint_every >= 1, "store.checkpoint_every", self.checkpoint_every, ">= 1"
+        )
+        _require(
+            self.keep_checkpoints >= 1, "store.keep_checkpoints", self.keep_checkpoints, ">= 1"
+        )
         _require(self.max_gib > 0, "store.max_gib", self.max_gib, "> 0")
 
 
@@ -395,6 +399,9 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     raise ConfigError(f"`{key}` must be {_describe(kind)}, got {value!r}")
 
 
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
 def _describe(kind: Any) -> str:
     names = []
     for option in _options(kind):
@@ -407,5 +414,9 @@ def _describe(kind: Any) -> str:
         elif typing.get_origin(option) is tuple:
             names.append("a list")
         else:
-            names.append({int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(option, str(option)))
+            names.append(
+                {int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(
+                    option, str(option)
+                )
+            )
     return " or ".join(names)

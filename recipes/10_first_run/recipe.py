@@ -21,13 +21,13 @@ SYSTEM = "You are a calculator. Reply with the answer only."
 def recipe() -> RunConfig:
     families = {
         "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 30},
+        "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+        "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
     }
     return RunConfig(
         name="first-run",
         steps=90,
-        model=ModelConfig(name="smollm2-135m", lora=LoraConfig(rank=8, alpha=16)),
+        model=ModelConfig(name="smollm2-135m", lora=LoraConfig(rank=8, alpha=16), max_context=256),
         tasks=tuple(
             TasksConfig(
                 source=f"reasoning_gym:{family}",
@@ -39,6 +39,6 @@ def recipe() -> RunConfig:
         ),
         rollout=RolloutConfig(group_size=8, groups_per_step=8, max_new_tokens=24),
         learn=LearnConfig(lr=3e-4, warmup_steps=3),
-        eval=EvalConfig(questions=70, samples=4),
+        eval=EvalConfig(questions=80, samples=4),
         store=StoreConfig(checkpoint_every=15),
     )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from scripted import ScriptedSampler
-from templates import TOOLS, toy_tokenizer
 
+from tests.render.templates import TOOLS, toy_tokenizer
 from treadle.config import EvalConfig, RolloutConfig, RunConfig
 from treadle.errors import ConfigError, ContractError, SamplerError
 from treadle.evals.evaluate import data_hash, evaluate, questions
@@ -16,6 +15,7 @@ from treadle.harness import single_turn
 from treadle.render import Renderer
 from treadle.rollout import derive
 from treadle.store import Store
+from treadle.testing import ScriptedSampler
 from treadle.tools import Tools
 from treadle.types import Message, Provenance, Reward, Task
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from length_reward import by_length
 
+from tests.evals.length_reward import by_length
 from treadle.api import run_config
 from treadle.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from treadle.evals.definitions import STAGES, define, definitions

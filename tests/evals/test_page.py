@@ -8,9 +8,18 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from eval_runs import FAMILIES, PROVENANCE, add_eval, config, node, task, train, trajectory
-from eval_runs import whole_run as make_run
 
+from tests.evals.eval_runs import (
+    FAMILIES,
+    PROVENANCE,
+    add_eval,
+    config,
+    node,
+    task,
+    train,
+    trajectory,
+)
+from tests.evals.eval_runs import whole_run as make_run
 from treadle.config import ModelConfig, TasksConfig
 from treadle.errors import ErrorRecord, StoreError
 from treadle.evals import charts, pieces

@@ -4,9 +4,11 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from eval_runs import (
+
+from tests.evals.eval_runs import (
     FAMILIES,
     PROVENANCE,
     add_eval,
@@ -18,7 +20,6 @@ from eval_runs import (
     trajectory,
     whole_run,
 )
-
 from treadle.config import EvalConfig, TasksConfig
 from treadle.evals.report import as_text, summarise
 from treadle.evals.terminal import sparkline
@@ -32,6 +33,9 @@ ONE = (TasksConfig(source=FAMILIES[0]),)
 def store(tmp_path):
     with Store.create(tmp_path / "run", config(tasks=ONE), provenance=PROVENANCE) as store:
         yield store
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def both(*scores):
@@ -252,11 +256,11 @@ def test_a_killed_run_is_interrupted_and_a_resumed_one_says_so(tmp_path):
     run = tmp_path / "run"
     script = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from eval_runs import *\n"
+        "from tests.evals.eval_runs import *\n"
         "store = Store.create(sys.argv[1], config(), provenance=PROVENANCE)\n"
         "train(store, 1); os._exit(9)\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(run), sys.path[0]], check=False)
+    subprocess.run([sys.executable, "-c", script, str(run), str(ROOT)], check=False)
     with Store.open(run, readonly=True) as store:
         killed = summarise(store)
     assert (killed["status"], killed["cause"]) == ("interrupted", "its process was killed")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Reply, ScriptedSampler
-from templates import (
+
+from tests.render.templates import (
     ALL,
     CHATML,
     KEEPS_THINKING,
@@ -21,10 +21,10 @@ from templates import (
     TOOLS,
     toy_tokenizer,
 )
-
 from treadle.errors import DataError, HarnessError, LimitExceeded, SamplerError
 from treadle.harness import Chat, Limits
 from treadle.render import Renderer
+from treadle.testing import Reply, ScriptedSampler
 from treadle.types import (
     Completion,
     Message,

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from scripted import Reply, ScriptedSampler
-from templates import CHATML, TOOLS, toy_tokenizer
 
+from tests.render.templates import CHATML, TOOLS, toy_tokenizer
 from treadle.errors import LimitExceeded, TaskError, ToolError
 from treadle.harness import Chat, Harness, Limits, environment_loop, harness_named, single_turn
 from treadle.render import Renderer
+from treadle.testing import Reply, ScriptedSampler
 from treadle.tools import Tools, tool
 from treadle.types import Message, Observation, SamplingParams, Task
 

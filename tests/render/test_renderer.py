@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates import (
+
+from tests.render.templates import (
     ALL,
     BOS_CHATML,
     CHATML,
@@ -19,7 +20,6 @@ from templates import (
     TOOLS,
     toy_tokenizer,
 )
-
 from treadle.errors import DataError, ModelError
 from treadle.render import PrefixUnstable, Renderer
 from treadle.types import Message, ToolCall

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from templates import (
+
+from tests.render.templates import (
     ALL,
     BOS_CHATML,
     CHATML,
@@ -19,7 +20,6 @@ from templates import (
     TOOLS,
     toy_tokenizer,
 )
-
 from treadle.errors import ModelError
 from treadle.render import Renderer, TemplateReport
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted import Hang, Reply, ScriptedSampler
-from templates import THINKING, TOOLS, toy_tokenizer
 
+from tests.render.templates import THINKING, TOOLS, toy_tokenizer
 from treadle.config import RolloutConfig
 from treadle.errors import ContractError, DataError, HarnessError, SamplerError, TaskError
 from treadle.harness import Chat, Harness, Limits, harness_named, single_turn
 from treadle.render import Renderer
 from treadle.rollout import alarms, derive, group_metrics, run, run_group
+from treadle.testing import Hang, Reply, ScriptedSampler
 from treadle.tools import Tools, tool
 from treadle.types import (
     Completion,

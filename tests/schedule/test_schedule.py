@@ -32,7 +32,11 @@ def test_no_group_starts_that_no_step_would_train():
 
 
 def test_the_batch_is_the_oldest_version_first_then_the_lowest_ordinal():
-    finished = [Ready(ordinal=5, version=1), Ready(ordinal=9, version=0), Ready(ordinal=2, version=1)]
+    finished = [
+        Ready(ordinal=5, version=1),
+        Ready(ordinal=9, version=0),
+        Ready(ordinal=2, version=1),
+    ]
     batch = next_batch(finished, [], groups_per_step=2, version=1, max_lag=4)
     assert batch == (9, 2)
 
@@ -55,7 +59,13 @@ def test_a_token_newer_than_its_trainer_breaks_the_contract():
         token_lags([4], training_version=3)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3), st.integers(1, 5))
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 5),
+)
 def test_every_run_ends_and_never_exceeds_max_lag(seed, n, eta, extra, steps):
     """B095: no combination of steps and run-ahead deadlocks; groups finish in random order."""
     rng = random.Random(seed)

@@ -1,8 +1,8 @@
 """A fresh run for every test."""
 
 import pytest
-from run_builders import PROVENANCE
 
+from tests.store.run_builders import PROVENANCE
 from treadle.config import RunConfig
 from treadle.store import Store
 

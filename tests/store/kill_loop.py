@@ -14,8 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from run_builders import make_group, make_task, rows_of
-
+from tests.store.run_builders import make_group, make_task, rows_of
 from treadle.config import RunConfig
 from treadle.store import EvalResult, Store
 

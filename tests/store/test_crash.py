@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kill_loop import GROUPS_PER_STEP, dropped
+from tests.store.kill_loop import GROUPS_PER_STEP, dropped
 
 HERE = Path(__file__).parent
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_builders import f32, make_failed, make_task, make_trajectory, said, seen
 
+from tests.store.run_builders import f32, make_failed, make_task, make_trajectory, said, seen
 from treadle.errors import StoreError
 from treadle.store import encode
 

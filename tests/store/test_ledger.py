@@ -5,7 +5,8 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
-from run_builders import (
+
+from tests.store.run_builders import (
     PROVENANCE,
     make_failed,
     make_group,
@@ -16,7 +17,6 @@ from run_builders import (
     said,
     seen,
 )
-
 from treadle.config import RunConfig
 from treadle.errors import ContractError, StoreError
 from treadle.store import CheckpointRecord, Store

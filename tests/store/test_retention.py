@@ -4,8 +4,8 @@ import os
 import shutil
 
 import pytest
-from run_builders import run_step
 
+from tests.store.run_builders import run_step
 from treadle.config import RunConfig
 from treadle.store import CheckpointRecord, Store, gc, list_runs, sizes
 from treadle.store.layout import MANIFEST, checkpoint_dir

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_builders import make_group, make_task, rows_of, run_step
 
+from tests.store.run_builders import make_group, make_task, rows_of, run_step
 from treadle.config import RunConfig
 from treadle.errors import ContractError, StoreError
 from treadle.store import Store

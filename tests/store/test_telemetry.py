@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from run_builders import make_failed, make_trajectory
 
+from tests.store.run_builders import make_failed, make_trajectory
 from treadle.errors import ContractError, ErrorRecord, StoreError
 from treadle.store import EvalResult, Span, Store
 

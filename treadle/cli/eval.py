@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli import recipes
 from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_pairs, print_table
+from treadle.cli.target import EVALUATED
 from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, first_of
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from treadle.evals.statistics import Estimate
     from treadle.store import EvalRow, RunInfo, Store
     from treadle.tasks import Mix
-    from treadle.types import Provenance, Reward, Trajectory
+    from treadle.types import Provenance, Reward, Task, Taskset, Trajectory
+
+    Asked = Sequence[tuple[Taskset, Sequence[Task]]]
 
 EXAMPLE = (
     "examples:\n"
@@ -40,9 +43,6 @@ EXAMPLE = (
     "  treadle eval runs/first-run --tasks jsonl:data/tasks.jsonl --split test\n"
     "  treadle eval runs/second --tasks 10_first_run --compare runs/first-run"
 )
-
-EVALUATED = "evaluated"
-"""The role in a store's provenance that marks an evaluation directory: the weights that answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +75,14 @@ def run(args: argparse.Namespace) -> int:
 
     tuning = machine.tune()
     from treadle.cli import target as targets
+    from treadle.evals.evaluate import questions
     from treadle.tasks import open_mix
 
     config = _config(args, targets.run_config_of(args.what))
     if args.compare is not None and not targets.is_run(args.compare):
         raise ConfigError(f"there is no run {args.compare} to compare with")
     mix = open_mix(config.tasks, config.seed)
+    asked = [(taskset, questions(taskset, config.eval)) for taskset in mix.tasksets]
     if targets.is_run(args.what):
         target = targets.open_run_policy(Path(args.what))
     else:
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     config = replace(config, name=f"eval-{target.label}")
     facts = asdict(machine.facts()) | {"tuning": asdict(tuning)}
     with _store(args.run_dir, config, _origin(target, mix), facts) as store:
-        rows = _run(config, target, mix, store)
+        rows = _run(config, target, asked, store)
         compared = _compare(rows, args.compare) if args.compare is not None else None
         if args.json:
             print_json(_document(target, store, rows, compared))
@@ -199,12 +201,12 @@ def _check_same(info: RunInfo, run_dir: Path, identity: Mapping[str, Any]) -> No
 # --------------------------------------------------------------------------- asking
 
 
-def _run(config: RunConfig, target: Target, mix: Mix, store: Store) -> list[EvalRow]:
+def _run(config: RunConfig, target: Target, asked: Asked, store: Store) -> list[EvalRow]:
     from treadle.cli.progress import StageBar
 
     try:
         with StageBar(file=sys.stderr) as bar:
-            ids = asyncio.run(_evaluate(config, target, mix, store, bar.tell))
+            ids = asyncio.run(_evaluate(config, target, asked, store, bar.tell))
     except (KeyboardInterrupt, asyncio.CancelledError, SystemExit):
         store.finish("interrupted")
         raise
@@ -219,20 +221,19 @@ def _run(config: RunConfig, target: Target, mix: Mix, store: Store) -> list[Eval
 async def _evaluate(
     config: RunConfig,
     target: Target,
-    mix: Mix,
+    asked: Asked,
     store: Store,
     tell: Callable[[str, float], None],
 ) -> list[int]:
     """Ids of the evaluations, one per task set."""
     from treadle import api
-    from treadle.evals.evaluate import evaluate, questions
+    from treadle.evals.evaluate import evaluate
     from treadle.harness import harness_named
     from treadle.reward import GraderPool, grader_of
     from treadle.sampler.engine import Engine
     from treadle.tools import load_tools
 
     policy, rollout = target.policy, config.rollout
-    asked = [(taskset, questions(taskset, config.eval)) for taskset in mix.tasksets]
     renderer = api.renderer_of(policy.loaded, tools=bool(rollout.tools))
     tools, grader = load_tools(rollout.tools), grader_of(config.tasks, config.seed)
 

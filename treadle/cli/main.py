@@ -39,20 +39,13 @@ COMMANDS = {
     "runs": "list runs, see why one stopped, free disk space",
 }
 
-FAILED, BAD_USAGE, INTERRUPTED, TERMINATED, PIPE_CLOSED = 1, 2, 130, 143, 141
-
-
-class UsageError(ConfigError):
-    """The arguments do not parse; `usage` is the line to print first."""
-
-    usage = ""
+FAILED, INTERRUPTED, TERMINATED, PIPE_CLOSED = 1, 130, 143, 141
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        error = UsageError(f"{self.prog}: {message}", hint=f"{self.prog} --help shows an example")
-        error.usage = self.format_usage()
-        raise error
+        self.print_usage(sys.stderr)
+        raise ConfigError(f"{self.prog}: {message}", hint=f"{self.prog} --help shows an example")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,7 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         _log(args.verbose)
         with _sigterm_unwinds():
-            return args.run(args) or 0
+            code = args.run(args) or 0
+            sys.stdout.flush()
+            return code
     except SystemExit as end:
         if end.code == TERMINATED:
             print(_interrupted(argv), file=sys.stderr)
@@ -144,8 +139,6 @@ def _fail(error: BaseException, *, as_json: bool, verbose: bool) -> int:
         message, hint = (error.message, error.hint) if known else (str(error), "")
         tree = {"kind": type(error).__name__, "message": message, "hint": hint}
         print_json({"error": tree})
-    if isinstance(error, UsageError):
-        print(error.usage, end="", file=sys.stderr)
     if not known or verbose:
         traceback.print_exception(error)
     if known:

@@ -9,6 +9,7 @@ Takes: "10_first_run", "recipes/10_first_run/recipe.py", "my.py:small". Gives: a
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def load(spec: str) -> RunConfig:
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses of a recipe look themselves up here
     with boundary(ConfigError, f"recipe {path}"):
         module_spec.loader.exec_module(module)
     make = getattr(module, function, None)

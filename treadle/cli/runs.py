@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.cli.arguments import age, count
 from treadle.cli.output import ago, print_json, print_pairs, print_table, size
+from treadle.cli.target import EVALUATED
 from treadle.errors import ConfigError, StoreError
 from treadle.evals.visible import one_line
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from treadle.store import list_runs
 
-    rows = [(summary, _last_reward(summary)) for summary in list_runs(args.root)]
+    rows = [(summary, *_look(summary)) for summary in list_runs(args.root)]
     if args.json:
         print_json({"root": args.root, "runs": [_row(*row) for row in rows]})
         return 0
@@ -84,13 +85,13 @@ def _list(args: argparse.Namespace) -> int:
             (
                 s.path,
                 f"{s.status}: {one_line(s.problem, 60)}" if s.problem else s.status,
-                f"{s.steps_done}/{max(s.steps_done, s.steps_asked)}",
+                f"{s.steps_done}/{max(s.steps_done, s.steps_asked)}" if kind == "run" else kind,
                 "-" if reward is None else f"{reward:.3f}",
                 size(s.size.total),
                 f"{ago(s.updated_at)} ago",
                 _moment(s.created_at),
             )
-            for s, reward in rows
+            for s, kind, reward in rows
         ],
     )
     return 0
@@ -100,20 +101,23 @@ def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "-"
 
 
-def _last_reward(summary: RunSummary) -> float | None:
+def _look(summary: RunSummary) -> tuple[str, float | None]:
+    """ "run" or "evaluation", and the last mean reward."""
     from treadle.store import Store
 
     try:
         with Store.open(summary.path, readonly=True) as store:
             values = store.metrics(axis="train", name="reward/mean")
+            kind = "evaluation" if EVALUATED in store.info().provenance else "run"
     except StoreError:
-        return None
-    return values[-1].value if values else None
+        return "run", None
+    return kind, values[-1].value if values else None
 
 
-def _row(summary: RunSummary, reward: float | None) -> dict[str, Any]:
+def _row(summary: RunSummary, kind: str, reward: float | None) -> dict[str, Any]:
     return {
         "path": summary.path,
+        "kind": kind,
         "name": summary.name,
         "status": summary.status,
         "steps_done": summary.steps_done,
@@ -144,13 +148,16 @@ def _why(args: argparse.Namespace) -> int:
         ("run", args.run_dir),
         ("status", found["status"]),
         ("cause", found["cause"] or "none recorded"),
-        ("steps", f"{found['steps_done']} of {found['steps_asked']} committed"),
-        ("checkpoint", "none yet" if checkpoint is None else f"of step {checkpoint}"),
         ("sessions", len(found["sessions"])),
-        ("dropped groups", _counts(found["dropped"])),
-        ("errors", _counts(found["errors"])),
         ("next", found["hint"]),
     ]
+    if found["kind"] == "run":
+        pairs[3:3] = [
+            ("steps", f"{found['steps_done']} of {found['steps_asked']} committed"),
+            ("checkpoint", "none yet" if checkpoint is None else f"of step {checkpoint}"),
+            ("dropped groups", _counts(found["dropped"])),
+            ("errors", _counts(found["errors"])),
+        ]
     print_pairs(pairs)
     if found["events"]:
         print()
@@ -177,8 +184,10 @@ def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
     dropped = Counter(p.reason for p in store.prompts(state="dropped"))
     rows = store.trajectories()
     errors = Counter(f"{r.error.kind}: {r.error.message}"[:160] for r in rows if r.error)
+    kind = "evaluation" if EVALUATED in info.provenance else "run"
     return {
         "run": run_dir,
+        "kind": kind,
         "status": status,
         "cause": cause,
         "steps_done": frontier.step,
@@ -191,13 +200,15 @@ def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
             {"time": e.time, "kind": e.kind, "data": dict(e.data)}
             for e in (store.events()[-num_events:] if num_events else ())
         ],
-        "hint": _next(status, run_dir, frontier.step),
+        "hint": _next(status, run_dir, frontier.step, kind),
     }
 
 
-def _next(status: str, run_dir: Path, done: int) -> str:
+def _next(status: str, run_dir: Path, done: int, kind: str) -> str:
     if status == "running":
         return "nothing: it is being written now"
+    if kind == "evaluation":
+        return "the same treadle eval again makes what is missing, and prints the rates"
     if status == "finished":
         return f"treadle report {run_dir}"
     kept = f"; the {done} committed steps are kept" if done else ""

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from treadle import machine
 from treadle.config import ModelConfig, RunConfig
 from treadle.errors import ConfigError, did_you_mean
-from treadle.store import Store
-from treadle.store.layout import DATABASE
 from treadle.types import Provenance
 
 if TYPE_CHECKING:
     from treadle.models.policy import Policy
+
+
+EVALUATED = "evaluated"
+"""The role in a store's provenance that marks an evaluation directory: the weights that answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Target:
 
 
 def is_run(spec: str | Path) -> bool:
+    from treadle.store.layout import DATABASE
+
     return (Path(spec) / DATABASE).is_file()
 
 
@@ -48,6 +52,8 @@ def run_config_of(spec: str) -> RunConfig | None:
 
     Raises ConfigError: there is no such run, but runs lie beside it. StoreError: unreadable.
     """
+    from treadle.store import Store
+
     path = Path(spec)
     if is_run(path):
         with Store.open(path, readonly=True) as store:
@@ -70,6 +76,7 @@ def open_run_policy(run_dir: Path) -> Target:
     """
     import torch
 
+    from treadle.store import Store
     from treadle.weights.restore import open_policy
 
     probe = machine.probe()

@@ -76,7 +76,7 @@ def _show(args: argparse.Namespace, configs: list[TasksConfig]) -> int:
     print_table(
         ["id", "shown to the model", "gold"],
         [
-            (s["task"].id(" | ".join(m.content for m in s["task"].messages)), s["gold"])
+            (s["task"].id, " | ".join(m.content for m in s["task"].messages), s["gold"])
             for s in shown
         ],
     )

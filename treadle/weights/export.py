@@ -254,7 +254,9 @@ def _check_target(out: Path, force: bool) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise WeightsError(f"{out} is a file; an export is a directory", hint="name another directory")
+        raise WeightsError(
+            f"{out} is a file; an export is a directory", hint="name another directory"
+        )
     if not any(out.iterdir()):
         return
     ours = (out / "config.json").is_file() or (out / CONFIG_FILE).is_file()

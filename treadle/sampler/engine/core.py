@@ -260,6 +260,10 @@ class Engine:
             future.cancel()
             raise self._stuck(SWAP_LIMIT_S) from None
 
+    def fingerprint(self) -> str:
+        """Of the served weights, as the policy computes it: what proves a publication."""
+        return self._stepper.fingerprint
+
     def stats(self) -> EngineStats:
         """A glance from any thread; the fields are not from one instant."""
         return self._stepper.stats(len(self._sessions))

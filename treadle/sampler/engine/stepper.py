@@ -79,7 +79,7 @@ class Stepper:
         self._decoder = Decoder(policy, self._store)
         self._stop_rule = StopRule(policy.loaded.stop_ids, policy.loaded.tokenizer)
         self.version = version
-        self._fingerprint = ""
+        self.fingerprint = ""
         self._decoded = 0
         self._prefill_tokens = 0
         self._cached = 0
@@ -109,17 +109,17 @@ class Stepper:
         with torch.inference_mode(False), torch.no_grad():
             snapshot = self._policy.snapshot()
         if self._publications and version == self.version:
-            if snapshot.fingerprint == self._fingerprint:
+            if snapshot.fingerprint == self.fingerprint:
                 return
             raise WeightsError(
                 f"version {version} names other weights already: fingerprint "
-                f"{self._fingerprint}, now {snapshot.fingerprint}",
+                f"{self.fingerprint}, now {snapshot.fingerprint}",
                 hint="publish new weights under a new version",
             )
         self._decoder.load(snapshot)
         self._cache.invalidate()
         self.version = version
-        self._fingerprint = snapshot.fingerprint
+        self.fingerprint = snapshot.fingerprint
         self._publications += 1
 
     def open(self, session: str, group: str) -> None:

@@ -1,16 +1,19 @@
 """A decoder in C++ for Llama-like models in bf16 on CPUs with bf16 dot products.
 
-Guarantees: it computes what the library's modules compute in bf16, rounding where they round, or
-it refuses the model with a reason; `load` returning None means that the torch path must be used.
-It exists because a step of one token for 64 rows is bound by the stream of the weights through
-the memory bus: operator by operator torch takes about 75 ms for a 135M model where this takes
-about 20.
+Guarantees: it computes what the training forward computes in bf16 and rounds where that rounds,
+so that sampled and trained logprobs differ by the order of additions alone, or it refuses the
+model with a reason; `load` returning None means that the torch path must be used. It exists
+because a decode step for 64 rows is bound by the stream of the weights through the memory bus:
+operator by operator torch takes about 75 ms for a 135M model where this takes about 25.
 
     build.py     compile once, at first use         family.py   which models, rotary tables
-    decoder.py   the Python side of a decoder       abi.py      structs shared with C++
-    decoder.cpp  the phases of a step               gemm.h      packed weights, AMX and AVX-512
+    decoder.py   the Python side of a decoder       abi.py      structs of interface.h
+
+    decoder.cpp  the phases of a step               team.h      threads and phases
+    weights.h    packing and fusing                 gemm.h      products with AMX or AVX-512
     attention.h  one row over its KV blocks         layers.h    norm, rotary, activation
-    sample.h     inverse CDF over fp32 logits       team.h      threads and barriers
+    sample.h     inverse CDF over fp32 logits       call.h      checks of a call
+    simd.h       16 lanes of bf16                   memory.h    huge pages
 
 Takes: weights, and the KV cache of the engine. Gives: NativeDecoder, or a reason.
 """
@@ -62,7 +65,8 @@ def load(
         snapshot: see `NativeDecoder.update`.
         config: the Hugging Face config of the model.
         k, v: the cache, bf16 [layers, num_blocks, kv_heads, 16, head_dim], contiguous; written in
-            place.
+            place. Keys are stored multiplied by head_dim ** -0.5, as the training forward
+            multiplies and rounds them, so another decoder must not read them.
         threads: default torch.get_num_threads().
         kernel: "best", or "avx512_bf16" / "amx_bf16" to ask for one.
 

@@ -1,8 +1,9 @@
 // Attention of one row over its blocks of the KV cache.
 //
 // One call serves the query heads that share a KV head, so K and V are read once for all of them.
-// Scores and softmax are fp32, probabilities and outputs are rounded to bf16. The order of
-// additions depends on the row's own context alone.
+// Keys lie in the cache already multiplied by the scale of the scores. Scores are rounded to bf16,
+// the softmax is fp32, probabilities and outputs are rounded: all as in the training forward
+// (models/attention.py). The order of additions depends on the row's own context alone.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,7 @@ constexpr int kPositions = 16;  // positions of a KV block
 constexpr int kHeads = 4;       // query heads of one pass at most
 
 struct Cache {
-  bf16* k = nullptr;  // [layers, blocks, kv_heads, 16, head_dim]
+  bf16* k = nullptr;  // [layers, blocks, kv_heads, 16, head_dim], scaled
   bf16* v = nullptr;
   std::size_t blocks = 0;
   int kv_heads = 0;
@@ -50,7 +51,7 @@ inline void fetch(const bf16* block, int head_dim) {
   for (int i = 0; i < kPositions * head_dim * 2; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
 }
 
-// Scores of one query head against one block, unscaled.
+// Scores of one query head against one block.
 inline __m512 block_scores(const bf16* q, const bf16* k, int head_dim) {
   __m512 sum[kPositions];
   for (int p = 0; p < kPositions; p++) sum[p] = _mm512_setzero_ps();
@@ -126,12 +127,11 @@ inline std::size_t attention_scratch(int context) {
 
 // Heads [0, heads) at q (one after another) of row `row`; outputs go to columns `column`... of
 // `out`. `scratch` is aligned to 64 bytes.
-inline void attend(const bf16* q, int heads, int head_dim, float scale, const Span& span,
-                   const Activations& out, int row, int column, void* scratch, const Span* next) {
+inline void attend(const bf16* q, int heads, int head_dim, const Span& span, const Activations& out,
+                   int row, int column, void* scratch, const Span* next) {
   const int padded = span.blocks() * kPositions;
   auto* scores = static_cast<float*>(scratch);
   auto* probabilities = reinterpret_cast<bf16*>(scores + kHeads * padded);
-  const __m512 factor = _mm512_set1_ps(scale);
   const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   for (int head = 0; head < heads; head += kHeads) {
     const int n = std::min(kHeads, heads - head);
@@ -142,7 +142,7 @@ inline void attend(const bf16* q, int heads, int head_dim, float scale, const Sp
       for (int g = 0; g < n; g++) {
         const __m512 dots = block_scores(q + (head + g) * head_dim, span.keys(block), head_dim);
         _mm512_store_ps(scores + g * padded + block * kPositions,
-                        _mm512_mask_mul_ps(nothing, mask, dots, factor));
+                        _mm512_mask_mov_ps(nothing, mask, round_bf16(dots)));
       }
     }
     for (int g = 0; g < n; g++) {

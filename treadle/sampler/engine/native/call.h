@@ -41,6 +41,7 @@ inline std::string check(const TreadleSpec& spec, const TreadleCall& call) {
       }
     }
   }
+  if (call.num_outputs > call.rows) return "more outputs than rows";
   for (int i = 0; call.outputs != nullptr && i < call.num_outputs; i++) {
     if (call.outputs[i] < 0 || call.outputs[i] >= call.rows) return "an output row does not exist";
   }
@@ -48,8 +49,8 @@ inline std::string check(const TreadleSpec& spec, const TreadleCall& call) {
 }
 
 // Whether no row reads a block that another row writes: then a row may attend before the
-// others have written their keys and values. True for decoding, false for prompts.
-// `by_block` has one entry per block, all -1, and is left so.
+// others have written their keys and values. True for decoding, false for prompts. `by_block` has
+// one entry per block, all -1, and is left so.
 inline bool independent(const TreadleCall& call, std::vector<std::int32_t>& by_block) {
   bool yes = true;
   for (int r = 0; r < call.rows; r++) {

@@ -203,8 +203,8 @@ class Decoder {
         const int row = item % rows, kv_head = item / rows;
         const bool more = item + 1 < rows * s_.kv_heads;
         const Span next = more ? span_of(index, call, item + 1) : Span{};
-        attend(projected(kv_head, row), group_, s_.head_dim, s_.scale, span_of(index, call, item),
-               attended_, row, kv_head * group_ * s_.head_dim, scratch, more ? &next : nullptr);
+        attend(projected(kv_head, row), group_, s_.head_dim, span_of(index, call, item), attended_,
+               row, kv_head * group_ * s_.head_dim, scratch, more ? &next : nullptr);
         stream.fetch(4096, lead_);
       });
       finish(kAttend);
@@ -271,8 +271,8 @@ class Decoder {
     return qkv_ + (std::size_t(kv_head) * rows_ + row) * weights_.group_width();
   }
 
-  // Head norms and rotation of one row's queries and key of one KV head; key and value go to
-  // the cache.
+  // Head norms and rotation of one row's queries and key of one KV head; key (scaled) and
+  // value go to the cache.
   void write_kv(const Layer& layer, int index, const TreadleCall& call, int item) const {
     const int row = item % rows_, kv_head = item / rows_;
     const int dim = s_.head_dim, position = call.positions[row];
@@ -287,7 +287,11 @@ class Decoder {
     const std::size_t block = block_of(call, row, position);
     const std::size_t to = cache_.at(index, kv_head) + block * cache_.block_size() +
                            std::size_t(position % kPositions) * dim;
-    std::memcpy(cache_.k + to, x - dim, std::size_t(dim) * 2);
+    const bf16* k = x - dim;
+    const __m512 scale = _mm512_set1_ps(s_.scale);
+    for (int i = 0; i < dim; i += 16) {
+      store_bf16(cache_.k + to + i, _mm512_mul_ps(load_bf16(k + i), scale));
+    }
     std::memcpy(cache_.v + to, x, std::size_t(dim) * 2);
   }
 
@@ -322,6 +326,7 @@ class Decoder {
             chunk_stats(from, valid, temperature == 0.0f ? 1.0f : 1.0f / temperature);
       }
     }
+    _mm_sfence();  // streamed stores are not ordered by the end of a phase
   }
 
   // Past the caches where alignment allows: nobody reads most of them again.

@@ -10,6 +10,7 @@ Takes: rows with positions and block tables. Gives: logits, or ids with logprob 
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +20,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle.errors import ContractError, SamplerError, WeightsError
-from treadle.sampler.engine.native import abi, build, family
+from treadle.sampler.engine.native import abi, family
 from treadle.types import ModelShape
 
 SECTIONS = ("norm", "qkv", "attend", "o", "gate_up", "down", "head", "sample")
 """Parts of a step, in the order of the library's clock."""
 
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 _KERNELS = {"best": 0, "avx512_bf16": 1, "amx_bf16": 2}
 _ERROR_BYTES = 400
 
@@ -48,10 +50,7 @@ class NativeDecoder:
         self._cache = (k, v)  # the library holds their addresses
         cos, sin = family.rotary_tables(shape, config)
         spec = abi.Spec(
-            **{
-                name: getattr(shape, name)
-                for name in "layers hidden heads kv_heads head_dim intermediate vocab".split()
-            },
+            **{name: getattr(shape, name) for name in _SHAPE},
             positions=shape.max_context,
             threads=threads,
             kernel=_KERNELS[kernel],
@@ -67,7 +66,8 @@ class NativeDecoder:
         self._handle = library.treadle_create(ctypes.byref(spec), error, _ERROR_BYTES)
         if not self._handle:
             raise SamplerError(f"native decoder: {error.value.decode()}")
-        weakref.finalize(self, library.treadle_destroy, self._handle)
+        self._pid = os.getpid()
+        weakref.finalize(self, _destroy, library, self._handle, self._pid)
 
     @property
     def kernel(self) -> str:
@@ -208,9 +208,20 @@ class NativeDecoder:
         )
 
     def _check(self, function: Any, argument: ctypes.Structure) -> None:
+        if os.getpid() != self._pid:
+            raise SamplerError(
+                "native decoder: this process was forked, its threads were not",
+                hint="load a decoder in the process that uses it",
+            )
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         if function(self._handle, ctypes.byref(argument), error, _ERROR_BYTES):
             raise SamplerError(f"native decoder: {error.value.decode()}")
+
+
+def _destroy(library: ctypes.CDLL, handle: int, pid: int) -> None:
+    # A forked child would wait for threads that it does not have.
+    if os.getpid() == pid:
+        library.treadle_destroy(handle)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

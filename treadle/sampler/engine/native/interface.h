@@ -12,7 +12,7 @@ struct TreadleSpec {
   std::int32_t threads;
   std::int32_t kernel;  // 0 best, 1 avx512_bf16, 2 amx
   float eps;
-  float scale;  // of attention scores
+  float scale;  // of attention scores; keys are multiplied by it
   std::int64_t kv_blocks;
   void* k;
   void* v;

@@ -1,6 +1,7 @@
 // What lies between the products: normalisation, rotary positions, the gated activation.
 //
-// Each function rounds to bf16 exactly where the library's modules do when they run in bf16.
+// Each function rounds to bf16 exactly where the training forward does: the same bits then come
+// out but for the order of additions inside a sum.
 #pragma once
 
 #include <algorithm>
@@ -84,18 +85,15 @@ struct Residual {
 };
 
 // Rotates one head in place. cos and sin hold head_dim / 2 values of the row's position: the two
-// halves of the library's tables are equal for every rotary type that is accepted.
+// halves of the library's tables are equal for every rotary type that is accepted. The first
+// product is rounded, the second is not, as in the training forward (models/fuse.py).
 inline void rotate(bf16* x, const bf16* cos, const bf16* sin, int head_dim) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += 16) {
     const __m512 a = load_bf16(x + i), b = load_bf16(x + half + i);
     const __m512 c = load_bf16(cos + i), s = load_bf16(sin + i);
-    const __m512 first =
-        _mm512_sub_ps(round_bf16(_mm512_mul_ps(a, c)), round_bf16(_mm512_mul_ps(b, s)));
-    const __m512 second =
-        _mm512_add_ps(round_bf16(_mm512_mul_ps(b, c)), round_bf16(_mm512_mul_ps(a, s)));
-    store_bf16(x + i, first);
-    store_bf16(x + half + i, second);
+    store_bf16(x + i, _mm512_fnmadd_ps(b, s, round_bf16(_mm512_mul_ps(a, c))));
+    store_bf16(x + half + i, _mm512_fmadd_ps(a, s, round_bf16(_mm512_mul_ps(b, c))));
   }
 }
 

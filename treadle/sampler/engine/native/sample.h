@@ -6,6 +6,7 @@
 // inside the chunk, so the vocabulary is walked once.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -63,6 +64,13 @@ struct Draw {
   float entropy;  // nats
 };
 
+// e^gap of a chunk's top below the row's; 0 where `exp_ps` gives 0, so that a chunk has mass only
+// if one of its tokens has.
+inline double relative(float chunk_top, float top) {
+  const double gap = double(chunk_top) - top;
+  return gap < kExpLowest ? 0.0 : std::exp(gap);
+}
+
 // `uniform` in [0, 1) picks the first token whose cumulated probability exceeds it. Temperature 0
 // picks the first largest logit; logprob and entropy are then those of temperature 1. NaN logits
 // give a NaN logprob.
@@ -75,62 +83,57 @@ inline Draw draw(const float* logits, int vocab, const ChunkStats* chunks, float
   for (int c = 0; c < count; c++) top = std::fmax(top, chunks[c].top);
   double total = 0.0, weighted = 0.0;
   for (int c = 0; c < count; c++) {
+    const double factor = relative(chunks[c].top, top);
+    total += factor * chunks[c].sum;  // also where factor is 0: a NaN must show
+    if (factor == 0.0) continue;
     const double gap = double(chunks[c].top) - top;
-    const double factor = std::exp(gap);
-    total += factor * chunks[c].sum;
-    if (factor > 0.0) weighted += factor * (chunks[c].weighted + gap * chunks[c].sum);
+    weighted += factor * (chunks[c].weighted + gap * chunks[c].sum);
   }
-  const double log_total = std::log(total);
-  const auto finish = [&](std::int64_t id) {
-    const double scaled = double(logits[id] * inverse);
-    return Draw{id, float(scaled - top - log_total), float(log_total - weighted / total)};
-  };
   if (!std::isfinite(total)) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     return {0, nan, nan};
   }
 
+  // The chunk, and what of the target is left for its tokens.
   int chunk = -1;
-  double before = 0.0;
+  double left = 0.0;
   if (greedy) {
     for (chunk = 0; chunks[chunk].top != top;) chunk++;
   } else {
-    const double target = uniform * total;
     double cumulated = 0.0;
-    for (int c = 0; c < count; c++) {
-      const double mass = std::exp(double(chunks[c].top) - top) * chunks[c].sum;
-      if (mass <= 0.0) continue;
+    for (int c = 0; c < count && cumulated <= uniform * total; c++) {
+      const double mass = relative(chunks[c].top, top) * chunks[c].sum;
+      if (mass == 0.0) continue;
       chunk = c;
-      before = cumulated;
+      left = uniform * total - cumulated;
       cumulated += mass;
-      if (cumulated > target) break;
     }
-    before = (target - before) / std::exp(double(chunks[chunk].top) - top);
   }
 
-  // Inside the chunk, in units of exp(chunk top): take the token that passes `before`.
   const std::int64_t start = std::int64_t(chunk) * kChunk;
   const int valid = int(std::min<std::int64_t>(kChunk, vocab - start));
-  const __m512 factor = _mm512_set1_ps(inverse);
-  const __m512 shift = _mm512_set1_ps(chunks[chunk].top);
+  std::int64_t id = start;
   double cumulated = 0.0;
-  std::int64_t last = start;
-  for (int i = 0; i < valid; i += 16) {
+  bool found = false;
+  for (int i = 0; i < valid && !found; i += 16) {
+    const __m512 scaled = scaled16(logits + start, i, valid, _mm512_set1_ps(inverse));
     alignas(64) float e[16];
-    _mm512_store_ps(e, exp_ps(_mm512_sub_ps(scaled16(logits + start, i, valid, factor), shift)));
-    for (int lane = 0; lane < 16 && i + lane < valid; lane++) {
+    _mm512_store_ps(e, exp_ps(_mm512_sub_ps(scaled, _mm512_set1_ps(top))));
+    for (int lane = 0; lane < std::min(16, valid - i) && !found; lane++) {
       if (greedy) {
-        if (logits[start + i + lane] * inverse == chunks[chunk].top)
-          return finish(start + i + lane);
-        continue;
+        found = logits[start + i + lane] * inverse == top;
+      } else {
+        if (e[lane] == 0.0f) continue;  // a token of probability 0 is never drawn
+        cumulated += e[lane];
+        found = cumulated > left;
       }
-      if (e[lane] <= 0.0f) continue;  // a token of probability 0 is never drawn
-      last = start + i + lane;
-      cumulated += e[lane];
-      if (cumulated > before) return finish(last);
+      id = start + i + lane;
     }
   }
-  return finish(last);  // the two ways of summing the chunk may differ in the last bit
+  // Not found: the two ways of summing the chunk differ in the last bit; take its last token.
+  const double log_total = std::log(total);
+  const double scaled = double(logits[id] * inverse);
+  return {id, float(scaled - top - log_total), float(log_total - weighted / total)};
 }
 
 }  // namespace treadle

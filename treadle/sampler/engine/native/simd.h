@@ -26,10 +26,12 @@ inline __m512 round_bf16(__m512 v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16));
 }
 
-// e^x, about 1 ulp; 0 below -86 (a result that is not a normal number costs the processor 100 ns)
-// and for -inf, NaN for NaN. Cephes' expf polynomial.
+constexpr float kExpLowest = -86.0f;
+
+// e^x, about 1 ulp; 0 below kExpLowest (a result that is not a normal number costs the processor
+// 100 ns) and for -inf, NaN for NaN. Cephes' expf polynomial.
 inline __m512 exp_ps(__m512 x) {
-  const __m512 low = _mm512_set1_ps(-86.0f);
+  const __m512 low = _mm512_set1_ps(kExpLowest);
   // Operand order matters: max/min return the second operand when one of them is NaN.
   const __m512 clipped = _mm512_min_ps(_mm512_set1_ps(88.7f), _mm512_max_ps(low, x));
   const __m512 n =

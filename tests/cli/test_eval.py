@@ -1,0 +1,135 @@
+"""`treadle eval`: rates of a model or a run, resumable, comparable."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from treadle.store import Store
+
+MODEL = ["--tasks", "jsonl:tasks.jsonl", "--set", "model.dtype=float32"]
+SMALL = ["--questions", "3", "--samples", "2", "--set", "rollout.max_new_tokens=6"]
+
+
+def answers(run_dir: Path) -> dict[tuple[str, int], tuple[str, float]]:
+    """Text and time of every stored answer."""
+    with sqlite3.connect(run_dir / "run.db") as db:
+        rows = db.execute("SELECT task_id, sample, answer, stored_at FROM eval_results").fetchall()
+    db.close()
+    return {(task, sample): (answer, time) for task, sample, answer, time in rows}
+
+
+def test_a_run_is_evaluated_on_its_own_held_out_questions_by_default(treadle, trained) -> None:
+    done = treadle("eval", trained, "--json")
+    assert done.code == 0
+    (row,) = done.json["tasksets"]
+    with Store.open(trained, readonly=True) as store:
+        (after,) = store.evals(step=2)
+    assert row["data_hash"] == after.data_hash
+    # The weights are those of the last step: the very same answers.
+    with Store.open(done.json["run_dir"], readonly=True) as store:
+        assert [r.answer for r in store.evals()[0].results] == [r.answer for r in after.results]
+    assert done.json["step"] == 2
+    assert done.json["strict"] == row["strict"]
+    assert done.json["provenance"]["evaluated"]["source"] == "run tiny, step 2"
+
+
+def test_every_number_carries_what_it_rests_on(treadle, workspace, model_dir) -> None:
+    """B155."""
+    done = treadle("eval", model_dir, *MODEL, *SMALL, "--json")
+    (row,) = done.json["tasksets"]
+    assert {"strict", "lenient", "n", "k", "temperature", "version", "data_hash"} <= set(row)
+    assert {"error_share", "split", "settings"} <= set(row)
+    assert (row["n"], row["k"], row["split"], row["version"]) == (3, 2, "val", 0)
+    text = treadle("eval", model_dir, *MODEL, *SMALL).out
+    for word in ("strict", "lenient", "questions", "samples", "temperature", "runs/eval-tiny-"):
+        assert word in text
+    (listed,) = treadle("runs", "--json").json["runs"]
+    assert (listed["kind"], listed["status"]) == ("evaluation", "finished")
+    why = treadle("runs", "why", done.json["run_dir"])
+    assert "treadle eval" in why.out
+    assert "steps" not in why.out
+
+
+def test_a_killed_evaluation_makes_only_what_is_missing(treadle, workspace, model_dir) -> None:
+    """B148: each answer is a transaction of its own, so a kill at half leaves half of the rows."""
+    command = ["eval", model_dir, *MODEL, *SMALL, "--json"]
+    whole = treadle(*command).json
+    run_dir = Path(whole["run_dir"])
+    before = answers(run_dir)
+    assert len(before) == 6
+    with sqlite3.connect(run_dir / "run.db") as db:
+        db.execute("DELETE FROM eval_results WHERE sample = 1")
+        db.execute("UPDATE evals SET finished_at = NULL")
+    db.close()
+    again = treadle(*command).json
+    after = answers(run_dir)
+    assert again == whole
+    assert {k: text for k, (text, _) in after.items()} == {k: t for k, (t, _) in before.items()}
+    redone = {key for key in after if after[key][1] != before[key][1]}
+    assert redone == {key for key in before if key[1] == 1}
+
+
+def test_more_samples_are_added_to_those_there(treadle, workspace, model_dir) -> None:
+    """B148."""
+    command = ["eval", model_dir, *MODEL, *SMALL, "--json"]
+    run_dir = Path(treadle(*command).json["run_dir"])
+    before = answers(run_dir)
+    more = treadle(*command, "--samples", "4").json
+    assert more["run_dir"] == str(run_dir)
+    assert more["tasksets"][0]["k"] == 4
+    after = answers(run_dir)
+    assert len(after) == 12
+    assert {key: after[key] for key in before} == before
+
+
+def test_one_directory_never_mixes_two_settings_or_two_models(treadle, trained, model_dir) -> None:
+    command = ["eval", model_dir, *MODEL, *SMALL]
+    assert treadle(*command, "--run-dir", "runs/e").code == 0
+    done = treadle(*command, "--run-dir", "runs/e", "--set", "tasks.0.system=Be brief.")
+    assert done.code == 2
+    assert "`tasks.0.system`" in done.err
+    done = treadle("eval", trained, *MODEL[:2], "--run-dir", "runs/e")
+    assert done.code == 2
+    assert "`origin.evaluated`" in done.err
+    done = treadle(*command, "--run-dir", trained)
+    assert done.code == 2
+    assert "holds a run, not an evaluation" in done.err
+
+
+def test_a_comparison_pairs_equal_questions_and_refuses_others(treadle, trained) -> None:
+    done = treadle("eval", trained, "--compare", trained, "--json")
+    assert done.code == 0
+    gain = done.json["compare"]["strict"]
+    assert (gain["mean"], gain["n"]) == (0.0, 3)
+    assert done.json["compare"]["steps"] == [2]
+    done = treadle("eval", trained, "--compare", trained, "--set", "rollout.max_new_tokens=5")
+    assert done.code == 2
+    assert "max_new_tokens differs (6 and 5)" in done.err
+    done = treadle("eval", trained, "--compare", "runs/gone")
+    assert done.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["{model}"], "no task set to evaluate on"),
+        (["{model}", "--tasks", "rec.py", "--set", "model.name=other"], "cannot change the model"),
+        (["{model}", "--tasks", "jsonl:gone.jsonl"], "cannot be read"),
+        (["{model}", "--tasks", "jsonl:tasks.jsonl", "--split", "dev"], "no split `dev`"),
+        (["runs/tiney"], "there is no run runs/tiney"),
+        (["tiny-rndom", "--tasks", "jsonl:tasks.jsonl"], "unknown model"),
+    ],
+)
+def test_mistakes_exit_2_and_leave_nothing(treadle, workspace, model_dir, argv, says) -> None:
+    done = treadle("eval", *(a.format(model=model_dir) for a in argv))
+    assert done.code == 2
+    assert says in done.err
+    assert "hint:" in done.err or "cannot" in says
+    assert not Path("runs").exists()
+
+
+def test_a_misspelt_run_is_suggested(treadle, trained) -> None:
+    done = treadle("eval", "runs/tinny")
+    assert done.code == 2
+    assert "did you mean `tiny`?" in done.err

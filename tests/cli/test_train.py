@@ -1,0 +1,133 @@
+"""`treadle train`: the run, its resumption (B079), and the plan."""
+
+import re
+from pathlib import Path
+
+from treadle.store import Store
+from treadle.weights import restore
+
+
+def test_a_run_prints_one_document_and_a_line_per_step_elsewhere(treadle, workspace) -> None:
+    done = treadle("train", "rec.py", "--json")
+    assert done.code == 0
+    for side in ("before", "after", "gain"):
+        assert {"mean", "ci95", "n"} <= set(done.json["eval"][side])
+    assert done.json["new_steps"] == 2
+    assert done.json["steps"]["done"] == 2
+    steps = [line for line in done.err.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
+    for word in ("reward", "strict", "length", "entropy", " s ", "tok/s", "dropped"):
+        assert word in steps[0]
+    evals = [line for line in done.err.splitlines() if line.startswith("eval at step")]
+    assert [line.split()[3] for line in evals] == ["0", "2"]
+    assert all("strict" in line and "lenient" in line for line in evals)
+
+
+def test_a_taken_run_directory_is_refused_before_anything_is_loaded(treadle, trained) -> None:
+    before = (trained / "run.db").read_bytes()
+    done = treadle("train", "rec.py", "--json", "--set", "model.name=nowhere")
+    assert done.code == 1
+    assert done.json["error"]["kind"] == "StoreError"
+    assert "--resume" in done.json["error"]["hint"]
+    assert (trained / "run.db").read_bytes() == before
+
+
+def test_resuming_a_finished_run_trains_nothing_and_says_so(treadle, trained) -> None:
+    """B079."""
+    done = treadle("train", "rec.py", "--resume", "--json")
+    assert done.code == 0
+    assert "nothing was trained" in done.err
+    assert "--set steps=12" in done.err
+    assert done.json["new_steps"] == 0
+    assert not re.search("complete", done.err)
+    with Store.open(trained, readonly=True) as store:
+        assert len(store.info().sessions) == 1
+
+
+def test_a_target_below_what_is_done_is_refused(treadle, trained) -> None:
+    """B079."""
+    done = treadle("train", "rec.py", "--resume", "--set", "steps=1")
+    assert done.code == 2
+    assert "has 2 steps already, and 1 are asked for" in done.err
+
+
+def test_a_higher_target_trains_exactly_the_difference(treadle, trained) -> None:
+    """B079: counters continue."""
+    done = treadle("train", "rec.py", "--resume", "--set", "steps=4", "--json")
+    assert done.code == 0
+    assert done.json["new_steps"] == 2
+    with Store.open(trained, readonly=True) as store:
+        assert [s.step for s in store.steps()] == [1, 2, 3, 4]
+        assert [p.ordinal for p in store.prompts()] == list(range(len(store.prompts())))
+        updates = [s.metrics["optim/updates"] for s in store.steps()]
+    assert updates == [1, 2, 3, 4]
+    steps = [line.split()[1] for line in done.err.splitlines() if line.startswith("step ")]
+    assert steps == ["3/4", "4/4"]
+
+
+def test_a_resumed_run_keeps_its_settings_and_names_those_of_the_recipe_that_differ(
+    treadle, trained, workspace
+) -> None:
+    recipe = (workspace / "rec.py").read_text()
+    (workspace / "rec.py").write_text(recipe.replace("max_new_tokens=6", "max_new_tokens=7"))
+    done = treadle("train", "rec.py", "--resume")
+    assert done.code == 0
+    assert "`rollout.max_new_tokens`" in done.err
+    done = treadle("train", "rec.py", "--resume", "--set", "learn.lr=1", "--set", "steps=9")
+    assert done.code == 2
+    assert "only `steps` may differ" in done.err
+
+
+def test_there_must_be_a_run_to_resume(treadle, workspace) -> None:
+    done = treadle("train", "rec.py", "--resume")
+    assert done.code == 2
+    assert "there is no run in runs/tiny to resume" in done.err
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_writes_nothing_and_shows_config_and_plan(treadle, workspace) -> None:
+    before = sorted(p.name for p in workspace.iterdir())
+    done = treadle("train", "rec.py", "--dry-run", "--json", "--set", "eval.questions=50")
+    assert done.code == 0
+    plan = done.json["plan"]
+    assert done.json["config"]["eval"]["questions"] == 50
+    assert plan["compute"]["dtype"] == "float32"
+    assert plan["step"]["sampled_tokens_max"] == 2 * 4 * 6
+    memory = plan["memory"]
+    assert sum(memory["parts_bytes"].values()) == memory["total_bytes"]
+    assert plan["run_dir"]["state"] == "new"
+    found = plan["tasks"][0]["held_out_questions"]
+    assert 0 < found < 50
+    assert f"has {found} distinct questions, 50 are asked for" in plan["cautions"][0]
+    assert plan["template"]["problems"] == []
+    assert sorted(p.name for p in workspace.iterdir()) == before
+
+
+def test_the_plan_as_text_has_every_setting_as_set_takes_it(treadle, trained) -> None:
+    done = treadle("train", "rec.py", "--dry-run")
+    assert done.code == 0
+    assert "  rollout.group_size = 4" in done.out
+    assert '  tasks.0.reward = "cli_rewards:letters"' in done.out
+    assert "holds a run: finished, 2 steps done" in done.out
+    for part in ("compute", "memory", "disk", "evaluation", "chat template"):
+        assert f"\n  {part}" in done.out
+
+
+def test_the_plan_counts_what_the_optimiser_will_own(treadle, trained) -> None:
+    adapter = treadle("train", "rec.py", "--dry-run", "--json").json["plan"]["model"]
+    policy = restore.open_policy(trained).policy
+    assert adapter["trained_parameters"] == sum(p.numel() for p in policy.parameters().values())
+    full = treadle("train", "rec.py", "--dry-run", "--json", "--set", "model.lora=null")
+    model = full.json["plan"]["model"]
+    assert model["trained_parameters"] == model["shape"]["parameters"]
+
+
+def test_a_dry_run_makes_the_checks_of_a_start(treadle, workspace) -> None:
+    for setting, says in (
+        ("eval.split=vall", "no split `vall`"),
+        ("tasks.0.reward=cli_rewards:lettres", "did you mean `letters`"),
+        ("model.name=./nowhere", "no such model directory"),
+    ):
+        done = treadle("train", "rec.py", "--dry-run", "--set", setting)
+        assert done.code == 2, setting
+        assert says in done.err

@@ -1,7 +1,0 @@
-"""Makes the shared fakes importable when this folder is tested alone."""
-
-import sys
-from pathlib import Path
-
-for folder in ("render", "harness"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

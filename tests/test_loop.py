@@ -1,0 +1,135 @@
+"""The controller on a tiny model: what it commits, proves, refuses and restores."""
+
+import json
+
+import pytest
+
+from treadle.api import run_config
+from treadle.config import (
+    EvalConfig,
+    LearnConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    StoreConfig,
+    TasksConfig,
+)
+from treadle.errors import ConfigError, ContractError, DataError, StoreError
+from treadle.store import Store
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks") / "sums.jsonl"
+    rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def letters(trajectory):
+    """Depends on what was sampled, so that a random model's groups differ inside."""
+    return (sum(map(ord, trajectory.answer)) % 7) / 7
+
+
+def constant(trajectory):
+    return 1.0
+
+
+def small(tasks, **changes):
+    values = {
+        "steps": 3,
+        "model": ModelConfig(name="tiny-random", dtype="float32", max_context=96),
+        "tasks": (TasksConfig(source=f"jsonl:{tasks}"),),
+        "rollout": RolloutConfig(group_size=4, groups_per_step=2, max_new_tokens=6, max_draws=3),
+        "eval": EvalConfig(questions=0),
+        "store": StoreConfig(checkpoint_every=2),
+    }
+    return RunConfig(**(values | changes))
+
+
+def test_a_run_commits_every_step_at_lag_zero_and_proves_parity_once(tasks, tmp_path):
+    events = []
+    run_config(
+        small(tasks), tmp_path / "run", reward=letters, observer=lambda k, d: events.append(k)
+    )
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        steps = store.steps()
+        assert [s.step for s in steps] == [1, 2, 3]
+        assert [s.version for s in steps] == [1, 2, 3]
+        assert all(s.metrics["lag/max_versions"] == 0 for s in steps)
+        assert steps[0].metrics["parity/mean_abs_nats"] < 1e-3
+        assert "parity/mean_abs_nats" not in steps[1].metrics
+        trained = [o for s in steps for o in s.ordinals]
+        assert len(trained) == len(set(trained)) == 6
+        assert store.info().status == "finished"
+        for trajectory in (t for g in store.groups(step=2) for t in g.trajectories):
+            assert {v for n in trajectory.nodes for v in n.versions if v >= 0} == {1}
+    assert events.count("step") == 3
+    assert events.count("checkpoint") == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_every_length_and_run_ahead_ends(tasks, tmp_path, steps, eta):
+    """B095: no combination deadlocks, the last step included; no lag beyond max_lag."""
+    config = small(tasks, steps=steps, schedule=ScheduleConfig(eta=eta, max_lag=2 * eta))
+    run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        assert len(store.steps()) == steps
+        assert max(s.metrics["lag/max_versions"] for s in store.steps()) <= 2 * eta
+
+
+def test_constant_rewards_end_the_run_with_the_draws_and_the_mean(tasks, tmp_path):
+    """B094: bounded tries, then a stated end with the pass rate; nothing is lost."""
+    with pytest.raises(DataError, match=r"all rewards are equal; mean reward 1\.000") as caught:
+        run_config(small(tasks), tmp_path / "run", reward=constant)
+    assert "treadle tasks validate" in caught.value.hint
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        assert store.info().status == "failed"
+        assert "all rewards are equal" in store.info().sessions[-1].cause
+        assert store.frontier().num_dropped >= 6
+
+
+def test_broken_parity_stops_the_run_before_anything_is_learnt(tasks, tmp_path):
+    config = small(tasks, learn=LearnConfig(parity_stop=1e-12))
+    with pytest.raises(ContractError, match="trainer and sampler disagree"):
+        run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        assert store.steps() == ()
+        assert len(store.frontier().published) == 2
+
+
+def test_a_resumed_run_trains_what_is_missing_and_equals_one_run_in_one_go(tasks, tmp_path):
+    """B074, B079: same batches, and exactly the missing steps."""
+    run_config(small(tasks, steps=5), tmp_path / "whole", reward=letters)
+    run_config(small(tasks, steps=3), tmp_path / "parts", reward=letters)
+    run_config(small(tasks, steps=5), tmp_path / "parts", reward=letters, resume=True)
+    with (
+        Store.open(tmp_path / "whole", readonly=True) as whole,
+        Store.open(tmp_path / "parts", readonly=True) as parts,
+    ):
+        assert [s.ordinals for s in whole.steps()] == [s.ordinals for s in parts.steps()]
+        for a, b in zip(whole.steps(), parts.steps(), strict=True):
+            assert a.metrics["loss/total"] == b.metrics["loss/total"]
+            assert a.metrics["grad/norm"] == b.metrics["grad/norm"]
+
+
+def test_another_setting_on_resume_is_refused_and_so_is_a_second_run_in_one_place(tasks, tmp_path):
+    run_config(small(tasks, steps=1), tmp_path / "run", reward=letters)
+    with pytest.raises(ConfigError, match="only `steps` may differ"):
+        run_config(small(tasks, seed=5), tmp_path / "run", reward=letters, resume=True)
+    with pytest.raises(StoreError, match="holds a run already") as caught:
+        run_config(small(tasks), tmp_path / "run", reward=letters)
+    assert "--resume" in caught.value.hint
+
+
+def test_evals_before_and_after_use_the_strict_score_whatever_is_trained(tasks, tmp_path):
+    """B053: a constant-free training reward leaves the eval's own score alone."""
+    config = small(tasks, steps=1, eval=EvalConfig(questions=5, samples=2))
+    run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        evals = store.evals(finished=True)
+    assert [e.step for e in evals] == [0, 1]
+    assert all(e.n == 5 and e.k == 2 for e in evals)
+    assert {r.score for e in evals for r in e.results} <= {0.0, 1.0}
