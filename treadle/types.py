@@ -63,7 +63,7 @@ class Task:
     taskset: str
     messages: tuple[Message, ...]
     """What the model is shown first."""
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """For the grader alone; never rendered."""
     split: str = "train"
     date: str | None = None
@@ -302,7 +302,7 @@ class Reward:
     """A judged trajectory. `value is None` = unscored, which is not 0."""
 
     value: float | None
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Named components and metrics ("score", "lenient", ...), each finite."""
     error: ErrorRecord | None = None
     """Why it is unscored."""
@@ -325,7 +325,7 @@ class Trajectory:
     duration_s: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What the harness wants to keep; JSON values."""
 
     @property

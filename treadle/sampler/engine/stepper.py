@@ -58,6 +58,10 @@ class EngineStats:
     aborted: int
     """Turns that ended ABORTED or were cancelled."""
     steps: int
+    decode_steps: int
+    """Steps that drew the next token of running rows."""
+    decode_s: float
+    """Seconds of `busy_s` spent in that, prefill excluded."""
     busy_s: float
     """Seconds spent in steps."""
     publications: int
@@ -85,6 +89,8 @@ class Stepper:
         self._cached = 0
         self._aborted = 0
         self._steps = 0
+        self._decode_steps = 0
+        self._decode_s = 0.0
         self._busy_s = 0.0
         self._publications = 0
 
@@ -163,9 +169,12 @@ class Stepper:
         self._cached += sum(row.cached for row in admitted)
         self._prefill_tokens += sum(row.pending for row in admitted)
         self._prefill(admitted)
+        prefilled = time.perf_counter()
         self._decode(self.scheduler.rows)
         self._steps += 1
-        self._busy_s += time.perf_counter() - begin
+        end = time.perf_counter()
+        self._decode_s += end - prefilled
+        self._busy_s += end - begin
 
     def _sweep(self, now: float) -> None:
         """Free what nobody waits for any more."""
@@ -220,6 +229,7 @@ class Stepper:
     def _decode(self, rows: Sequence[Row]) -> None:
         if not rows:
             return
+        self._decode_steps += 1
         ids = np.fromiter((row.ids[-1] for row in rows), np.int64, len(rows))
         positions = np.fromiter((row.table.length for row in rows), np.int32, len(rows))
         width = int(positions.max()) // BLOCK + 1
@@ -309,6 +319,8 @@ class Stepper:
             dropped_tokens=self._cache.dropped_tokens,
             aborted=self._aborted,
             steps=self._steps,
+            decode_steps=self._decode_steps,
+            decode_s=self._decode_s,
             busy_s=self._busy_s,
             publications=self._publications,
         )
