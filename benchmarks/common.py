@@ -39,7 +39,8 @@ def finish(
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {k: v for k, v in facts.items() if k != "versions"},
-        "versions": dict(facts.get("versions", {})) | dict(versions or {}),
+        "versions": dict(facts.get("versions", {}))
+        | {f"peer/{name}": version for name, version in (versions or {}).items()},
         "figures": {k: round(float(v), 4) for k, v in figures.items()},
         "detail": detail,
     }
@@ -82,11 +83,11 @@ def peer_venv(name: str, packages: Sequence[str]) -> Path:
     folder = VENVS / name
     python = folder / "bin" / "python"
     mark = folder / ".complete"
-    if not mark.exists():
+    if not mark.exists() or mark.read_text().split() != list(packages):
         say(f"making the virtual environment of {name} (minutes, once)")
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, "torch==2.13.0"], check=True, stdout=sys.stderr)
         subprocess.run([*pip, *packages], check=True, stdout=sys.stderr)
-        mark.touch()
+        mark.write_text("\n".join(packages) + "\n")
     return python

@@ -68,7 +68,16 @@ class Trl:
             "threads": threads,
             "micro": MICRO,
         }
-        tunables = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+        # What machine.tune sets for us by mallopt.
+        tunables = ":".join(
+            f"glibc.malloc.{name}"
+            for name in (
+                "mmap_max=0",
+                "trim_threshold=17179869184",
+                "top_pad=67108864",
+                "arena_max=1",
+            )
+        )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the peer
         self._process = subprocess.Popen(
             [
@@ -230,7 +239,9 @@ def main() -> int:
     pairs: list[dict[str, Any]] = []
     try:
         for index in range(args.steps + 1):
-            pair = {"treadle": ours.step(index), "trl": peer.step(), "load": os.getloadavg()[0]}
+            pair: dict[str, Any] = {"load": os.getloadavg()[0]}
+            for side in ("treadle", "trl") if index % 2 else ("trl", "treadle"):
+                pair[side] = ours.step(index) if side == "treadle" else peer.step()
             say(
                 f"{'warm-up' if index == 0 else f'step {index}'}: treadle "
                 f"{pair['treadle']['step_s']:.2f} s, trl {pair['trl']['step_s']:.2f} s"
