@@ -36,7 +36,7 @@ install-dev: $(VENV)/.dev ## the same with everything that checks and tests need
 demo: install ## install, pull the model, train, evaluate, report (about 12 minutes on 2 cores)
 	$(BIN)/treadle doctor
 	$(BIN)/treadle models pull smollm2-135m
-	$(BIN)/treadle train 10_first_run --run-dir $(RUN) --set seed=$(SEED)
+	$(BIN)/treadle train 10_first_run --run-dir $(RUN) $(if $(wildcard $(RUN)/run.db),--resume,--set seed=$(SEED))
 	$(BIN)/treadle report $(RUN) --html $(RUN)/report.html
 
 check: install-dev ## format, lint, types, layers, spelling; no tests

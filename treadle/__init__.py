@@ -120,6 +120,8 @@ class _Package(ModuleType):
 
 def __getattr__(name: str) -> Any:
     if name in _VERBS:
+        if name == "train":  # imports torch, whose threads are tuned before or never
+            importlib.import_module("treadle.machine").tune()
         return importlib.import_module(f"treadle.{name}")
     home = _HOMES.get(name)
     if home is None:

@@ -23,11 +23,12 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from treadle import machine
-from treadle.config import LoraConfig, ModelConfig, RunConfig, TasksConfig, override
+from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, StoreError, first_of
 from treadle.store import Store
 from treadle.store.layout import DATABASE
@@ -59,13 +60,12 @@ def reward(function: RewardFunction) -> RewardFunction:
 
 def train(
     *,
-    model: str = "smollm2-135m",
+    model: str | None = None,
     tasks: str | TasksConfig | Sequence[TasksConfig],
     reward: RewardFunction | str | None = None,
-    steps: int = 30,
+    steps: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    lora: LoraConfig | None = LoraConfig(),
     config: RunConfig | None = None,
     settings: Sequence[str] = (),
     observer: Observer | None = None,
@@ -73,29 +73,33 @@ def train(
     """Train a model on tasks and return the finished run.
 
     Args:
-        model: a known name, a Hugging Face directory, or a hub id.
+        model: a known name, a Hugging Face directory, or a hub id; None = as in `config`.
         tasks: a path to a JSONL file, "reasoning_gym:FAMILY", or TasksConfigs.
         reward: what trains; None = the task set's own strict score.
         run_dir: None = runs/{config.name}.
         resume: go on with the run in `run_dir`.
-        lora: None trains every parameter.
-        config: defaults for everything not named here.
+        steps: in all, those of an earlier session included; None = as in `config`.
+        config: everything not named here; None = the defaults, or on resume what the run
+            began with. `config.model.lora = None` trains every parameter.
         settings: `a.b=c` overrides, applied last.
         observer: called as (kind, data) on the event loop.
 
     Raises a TreadleError of the stage that failed; the store keeps everything until then.
     """
     base = config or RunConfig()
+    if resume and config is None:
+        with Store.open(_directory(run_dir, base), readonly=True) as store:
+            base = store.config()
     sets = (tasks,) if isinstance(tasks, str | TasksConfig) else tuple(tasks)
     named = reward if isinstance(reward, str) else None
     resolved = replace(
         base,
-        steps=steps,
-        model=replace(base.model, name=model, lora=lora),
+        steps=base.steps if steps is None else steps,
+        model=base.model if model is None else replace(base.model, name=model),
         tasks=tuple(_tasks_config(t, named) for t in sets),
     )
     resolved = override(resolved, settings)
-    directory = Path(run_dir) if run_dir is not None else Path("runs") / resolved.name
+    directory = _directory(run_dir, resolved)
     run_config(
         resolved,
         directory,
@@ -104,6 +108,10 @@ def train(
         observer=observer,
     )
     return Run(directory)
+
+
+def _directory(run_dir: str | Path | None, config: RunConfig) -> Path:
+    return Path(run_dir) if run_dir is not None else Path("runs") / config.name
 
 
 def _tasks_config(tasks: str | TasksConfig, reward: str | None) -> TasksConfig:
@@ -163,11 +171,15 @@ def run_config(
             "no task set is configured: `tasks` is empty",
             hint='e.g. --set \'tasks=[{"source": "jsonl:data/tasks.jsonl"}]\'',
         )
+    config = _resolved(config, run_dir, resume)
     _check_place(config, run_dir, resume)
 
     async def main() -> None:
         async with _parts(config, reward) as (parts, provenance):
-            facts = asdict(machine.facts()) | {"tuning": asdict(tuning)}
+            facts = asdict(machine.facts()) | {
+                "tuning": asdict(tuning),
+                "probe": asdict(machine.probe()),
+            }
             with _store(config, run_dir, resume, provenance, facts) as store:
                 controller = Controller(config, parts, store, observer or (lambda k, d: None))
                 try:
@@ -203,6 +215,21 @@ async def _interruptible(work: Awaitable[None]) -> None:
             loop.remove_signal_handler(signal.SIGTERM)
 
 
+def _resolved(config: RunConfig, run_dir: Path, resume: bool) -> RunConfig:
+    """The config with what the machine decides filled in: the store holds what really runs.
+
+    A resumed run goes on in the dtype that it began with, whatever this machine would choose.
+    """
+    if config.model.dtype != "auto":
+        return config
+    if resume:
+        with Store.open(run_dir, readonly=True) as store:
+            dtype = store.config().model.dtype
+    else:
+        dtype = cast(Literal["float32", "bfloat16"], machine.probe().dtype)
+    return replace(config, model=replace(config.model, dtype=dtype))
+
+
 def _check_place(config: RunConfig, run_dir: Path, resume: bool) -> None:
     """What `_store` will refuse, said before minutes of loading. Raises as it does."""
     if resume:
@@ -228,6 +255,7 @@ def _store(
     try:
         done = store.frontier().step
         check_resumable(store.config(), config, done)
+        check_provenance(store.info().provenance, provenance)
     except BaseException:
         store.close()
         raise
@@ -239,7 +267,7 @@ def check_resumable(stored: RunConfig, wanted: RunConfig, done: int) -> None:
 
     Raises ConfigError: another setting differs, or the target is already reached.
     """
-    if replace(stored, steps=wanted.steps) != wanted:
+    if to_dict(replace(stored, steps=wanted.steps)) != to_dict(wanted):
         raise ConfigError(
             "a resumed run keeps its settings; only `steps` may differ",
             hint="start a new run directory for other settings",
@@ -249,6 +277,43 @@ def check_resumable(stored: RunConfig, wanted: RunConfig, done: int) -> None:
             f"the run has {done} steps already, and {wanted.steps} are asked for",
             hint=f"--set steps={done + 10} trains 10 more",
         )
+
+
+def check_provenance(stored: Mapping[str, Provenance], now: Mapping[str, Provenance]) -> None:
+    """A run goes on with the model, task sets, template and reward that it began with.
+
+    Raises ConfigError naming the first that is not what it was.
+    """
+    for role, began in stored.items():
+        here = now.get(role)
+        if here is None or (here.sha256, here.sha256 or here.source) != (
+            began.sha256,
+            began.sha256 or began.source,
+        ):
+            found = "nothing" if here is None else f"{here.source} {here.sha256[:12]}"
+            raise ConfigError(
+                f"the run began with {role} {began.source} {began.sha256[:12]}, and now it is "
+                f"{found}",
+                hint="a resumed run keeps its model, tasks, template and reward; from Python, "
+                "pass the same reward function again",
+            )
+
+
+def reward_provenance(reward: RewardFunction | None, config: RunConfig) -> Provenance:
+    """Which reward trains: the config's names, or a function by its name and code."""
+    if reward is None:
+        return Provenance(source=", ".join(t.reward for t in config.tasks), license="")
+    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', repr(reward))}"
+    code = getattr(reward, "__code__", None)
+    if code is None:
+        return Provenance(source=name, license="")
+    text = f"{code.co_code!r} {code.co_names} {code.co_varnames} {_constants(code.co_consts)}"
+    return Provenance(source=name, license="", sha256=sha256(text.encode()).hexdigest())
+
+
+def _constants(constants: Sequence[object]) -> list[str]:
+    """Nested functions by their name: the text of a code object holds its address."""
+    return [getattr(c, "co_name", None) or repr(c) for c in constants]
 
 
 @contextlib.asynccontextmanager
@@ -270,16 +335,25 @@ async def _parts(
     tools = load_tools(config.rollout.tools)
     policy = policy_of(loaded, config)
     rows = config.rollout.group_size * config.rollout.groups_per_step * (config.schedule.eta + 1)
-    provenance = {"model": loaded.provenance} | {
-        f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)
-    }
+    rows = min(rows, 256)
+    template = Provenance(
+        source="chat template of the model",
+        license=loaded.provenance.license,
+        sha256=loaded.template_sha256,
+    )
+    provenance = {
+        "model": loaded.provenance,
+        "template": template,
+        "reward": reward_provenance(reward, config),
+    } | {f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)}
     with GraderPool() as pool:
-        async with Engine(policy, max_rows=min(rows, 256)) as engine:
+        async with Engine(policy, max_rows=rows) as engine:
             grades = _grades(config, reward, pool)
             yield (
                 Parts(
                     policy=policy,
                     engine=engine,
+                    max_rows=rows,
                     renderer=renderer,
                     trainer=Trainer(policy, config.learn, seed=config.seed),
                     publisher=Publisher(),

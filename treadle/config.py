@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -139,6 +140,10 @@ class LearnConfig:
         _require(self.warmup_steps >= 0, "learn.warmup_steps", self.warmup_steps, ">= 0")
         _require(self.grad_clip >= 0, "learn.grad_clip", self.grad_clip, ">= 0")
         _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
+        _require(self.max_nan_steps >= 1, "learn.max_nan_steps", self.max_nan_steps, ">= 1")
+        _require(self.parity_stop >= 0, "learn.parity_stop", self.parity_stop, ">= 0")
+        _require(self.weight_decay >= 0, "learn.weight_decay", self.weight_decay, ">= 0")
+        _require(all(0 <= b < 1 for b in self.betas), "learn.betas", self.betas, "in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,6 +396,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         if origin is dict and isinstance(value, dict):
             return dict(value)
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            _require(math.isfinite(value), key, value, "finite")
             return float(value)
         if option is int and isinstance(value, int) and not isinstance(value, bool):
             return value

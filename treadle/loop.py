@@ -25,6 +25,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,12 @@ from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
 from treadle.errors import ContractError, DataError, HarnessError, RewardError
 from treadle.evals.evaluate import evaluate, questions
+from treadle.evals.visible import one_line
 from treadle.harness import Harness
 from treadle.models.policy import Policy
 from treadle.render import Renderer
 from treadle.rollout import alarms, group_metrics, run_group
+from treadle.rollout.group import MAX_RETRIES
 from treadle.sampler.engine import Engine
 from treadle.schedule import Progress, Ready, may_start, next_batch
 from treadle.store import Span, Store
@@ -55,7 +58,12 @@ Observer = Callable[[str, Mapping[str, Any]], None]
 """Told of "group", "step", "eval", "checkpoint", "resume"; must not block."""
 
 PATIENCE_S = 120.0
-"""Beyond the limits of a trajectory: for queueing, retries and a slow machine."""
+"""Beyond the limits of a group: for queueing and a slow machine."""
+
+GUARDED_STEPS = 2
+"""Steps of each process whose parity is checked: the first proves the base model (an adapter
+begins at zero), the second the publication of an update. With eta > 0 only steps whose samples
+are all of the current version count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,8 @@ class Parts:
 
     policy: Policy
     engine: Engine
+    max_rows: int
+    """Turns that the engine decodes at once."""
     renderer: Renderer
     trainer: Trainer
     publisher: Publisher
@@ -89,12 +99,12 @@ class _State:
     step: int = 0
     """Committed steps."""
     version: int = 0
-    drawn: int = 0
-    """Groups finished since the last step, for the bound on refills."""
-    reasons: dict[str, int] = field(default_factory=dict)
-    """Why groups were dropped since the last step."""
-    recent: list[Group] = field(default_factory=list)
-    """Groups finished since the last step, dropped ones too: what metrics are about."""
+    guards: int = 0
+    """Parity checks passed by this process."""
+    recent: list[tuple[Group, str]] = field(default_factory=list)
+    """Groups finished since the last step's metrics were taken, and why each was dropped."""
+    finished: int = 0
+    """Groups finished by this process."""
 
 
 class Controller:
@@ -113,6 +123,7 @@ class Controller:
         self.observe = observer
         self._state = _State()
         self._changed = asyncio.Condition()
+        self._engine_stats = parts.engine.stats()
 
     # ------------------------------------------------------------------ life
 
@@ -121,9 +132,10 @@ class Controller:
 
         Raises the first error of any stage after the others have been cancelled.
         """
-        self._restore()
-        if self._state.step == 0:
-            await self._evaluate()
+        await self._restore()
+        every, step = self.config.eval.every, self._state.step
+        if step == 0 or (every and step % every == 0 and step < self.config.steps):
+            await self._evaluate()  # what an earlier process stored is not asked again
         if self._state.step < self.config.steps:
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -134,11 +146,11 @@ class Controller:
                 raise _first(group) from group
         await self._evaluate()
 
-    def _restore(self) -> None:
+    async def _restore(self) -> None:
         """Weights, optimiser and cursor as the ledger says."""
         state, frontier = self._state, self.store.frontier()
         if frontier.step:
-            self._restore_weights(frontier.step)
+            await self._restore_weights(frontier.step)
         state.step, state.version = frontier.step, frontier.version
         state.next_ordinal = frontier.next_ordinal
         state.again = list(frontier.returned)
@@ -149,17 +161,18 @@ class Controller:
             published=frontier.num_trained,
         )
         if state.version:
-            self.parts.publisher.publish(self.parts.policy, self.parts.engine, state.version)
+            await self._publish(state.version)
 
-    def _restore_weights(self, last: int) -> None:
-        found = restore_run(
-            self.store.run_dir, self.parts.policy, self.parts.trainer, committed=last
+    async def _restore_weights(self, last: int) -> None:
+        parts = self.parts
+        found = await asyncio.to_thread(
+            restore_run, self.store.run_dir, parts.policy, parts.trainer, committed=last
         )
         first = 0 if found.checkpoint is None else found.checkpoint.step
         self.observe("resume", {"checkpoint": first, "step": last, "skipped": found.skipped})
         for step in range(first + 1, last + 1):
             samples = self.store.samples_of_step(step)
-            self.parts.trainer.step(samples, step=step - 1)
+            await asyncio.to_thread(parts.trainer.step, samples, step=step - 1)
             self.observe("reapply", {"step": step, "last": last})
 
     # ------------------------------------------------------------------ generate
@@ -216,13 +229,12 @@ class Controller:
                 dropped=state.progress.dropped + 1,
                 published=state.progress.published,
             )
-            state.reasons[reason] = state.reasons.get(reason, 0) + 1
         else:
             self.store.publish_group(group)
             state.ready[ordinal] = group
         del state.running[ordinal]
-        state.drawn += 1
-        state.recent.append(group)
+        state.finished += 1
+        state.recent.append((group, reason))
         self.observe("group", {"group": group, "dropped": reason, "ready": len(state.ready)})
         async with self._changed:
             self._changed.notify_all()
@@ -248,28 +260,36 @@ class Controller:
         Where not one trajectory is scored, waiting helps nobody: the bound is two steps' worth.
         """
         state, wanted = self._state, config.rollout.groups_per_step
-        scored = any(g.scored for g in state.recent)
-        if state.drawn < (config.rollout.max_draws * wanted if scored else 2 * wanted):
+        if len(state.ready) >= wanted:
             return
-        trajectories = [t for g in state.recent for t in g.trajectories]
-        errors = [error for t in trajectories if (error := t.error or t.reward.error)]
-        if errors and not scored:
-            cls = RewardError if errors[0].kind == "RewardError" else HarnessError
-            raise cls(
-                f"step {state.step + 1}: none of {len(trajectories)} trajectories was scored, and "
-                f"{len(errors)} have an error, the first: {errors[0].message}",
-                hint=errors[0].hint or "`treadle runs why` counts the errors by kind",
-            )
-        values = [t.reward.value for g in state.recent for t in g.scored]
+        latest = [group for group, _ in state.recent[-2 * wanted :]]
+        if len(latest) == 2 * wanted and not any(group.scored for group in latest):
+            self._nothing_is_scored(latest)
+        if len(state.recent) < config.rollout.max_draws * wanted:
+            return
+        values = [t.reward.value for group, _ in state.recent for t in group.scored]
         known = [v for v in values if v is not None]
         mean = f"mean reward {sum(known) / len(known):.3f}" if known else "none was scored"
-        reasons = ", ".join(f"{n} x {reason}" for reason, n in state.reasons.items())
+        reasons = Counter(reason for _, reason in state.recent if reason)
         raise DataError(
-            f"step {state.step + 1} drew {state.drawn} groups and only {len(state.ready)} of the "
-            f"{wanted} it needs can teach ({reasons}; {mean})",
+            f"step {state.step + 1} drew {len(state.recent)} groups and only {len(state.ready)} "
+            f"of the {wanted} it needs can teach "
+            f"({', '.join(f'{n} x {reason}' for reason, n in reasons.items())}; {mean})",
             hint="make the tasks easier or harder or the reward finer, or raise "
             "rollout.group_size; `treadle tasks validate` shows what a task set pays",
         )
+
+    def _nothing_is_scored(self, groups: Sequence[Group]) -> None:
+        """Raise the first error of the latest groups: it is the cause, whatever came before."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        errors = [error for t in trajectories if (error := t.error or t.reward.error)]
+        if errors:
+            cls = RewardError if errors[0].kind == "RewardError" else HarnessError
+            raise cls(
+                f"step {self._state.step + 1}: none of the last {len(trajectories)} trajectories "
+                f"was scored, and {len(errors)} have an error, the first: {errors[0].message}",
+                hint=errors[0].hint or "`treadle runs why` counts the errors by kind",
+            )
 
     # ------------------------------------------------------------------ learn
 
@@ -283,7 +303,9 @@ class Controller:
             result, samples = await self._train(groups)
             trained = time.time()
             step = state.step + 1
-            metrics = self._metrics(result, groups, started, generated, trained)
+            # Taken at once: groups that finish from here on belong to the next step.
+            recent, state.recent = state.recent, []
+            metrics = self._metrics(result, groups, recent, (started, generated, trained))
             self.store.commit_step(
                 step,
                 version=step,
@@ -298,16 +320,13 @@ class Controller:
             state.step = step
             if step % self.config.store.checkpoint_every == 0 or step == self.config.steps:
                 await self._save(step)
-            await asyncio.to_thread(
-                self.parts.publisher.publish, self.parts.policy, self.parts.engine, step
-            )
+            await self._publish(step)
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
-            for alarm in alarms(state.recent):
-                log.warning("step %d: %s", step, alarm)
+            for alarm in alarms([group for group, _ in recent]):
+                log.warning("step %d: %s", step, one_line(alarm))
                 self.store.add_event("alarm", {"step": step, "message": alarm})
             self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})
-            state.drawn, state.reasons, state.recent = 0, {}, []
             if every and step % every == 0 and step < self.config.steps:
                 await self._evaluate()
             state.progress = Progress(
@@ -321,7 +340,8 @@ class Controller:
     async def _next_batch(self) -> tuple[int, ...]:
         """Wait for N groups; at most as long as one group may take since the last event."""
         state, rollout = self._state, self.config.rollout
-        limit = rollout.time_limit_s + rollout.reward_limit_s * rollout.group_size + PATIENCE_S
+        tries = (1 + MAX_RETRIES) * rollout.time_limit_s
+        limit = tries + rollout.reward_limit_s * rollout.group_size + PATIENCE_S
 
         def batch() -> tuple[int, ...] | None:
             return next_batch(
@@ -333,10 +353,10 @@ class Controller:
             )
 
         while (found := batch()) is None:
-            finished = state.drawn
+            finished = state.finished
 
             def news(finished: int = finished) -> bool:
-                return state.drawn != finished
+                return state.finished != finished
 
             try:
                 async with self._changed, asyncio.timeout(limit):
@@ -351,16 +371,19 @@ class Controller:
         return found
 
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
-        step = self._state.step
+        state, step = self._state, self._state.step
         values = advantages(groups, self.config.learn.advantage)
         samples = to_samples(groups, values)
+        # A turn that an update overtook has KV of older weights: it differs rightly.
+        current = all(v in (-1, state.version) for sample in samples for v in sample.versions)
         result = await asyncio.to_thread(
             self.parts.trainer.step,
             samples,
             step=step,
-            version=self._state.version,
-            guard=step == 0,
+            version=state.version,
+            guard=current and state.guards < GUARDED_STEPS,
         )
+        state.guards += result.parity is not None
         if result.skipped:
             self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
             log.warning("step %d was skipped: %s", step + 1, result.reason)
@@ -370,26 +393,32 @@ class Controller:
         self,
         result: StepResult,
         groups: Sequence[Group],
-        started: float,
-        generated: float,
-        trained: float,
+        recent: Sequence[tuple[Group, str]],
+        times: tuple[float, float, float],
     ) -> dict[str, float]:
-        """Of the step, and of everything generated for it, dropped groups included."""
-        state = self._state
-        recent = state.recent or list(groups)
-        tokens = sum(t.num_sampled_tokens for g in recent for t in g.trajectories)
-        seconds = max(generated - started, 1e-9)
+        """Of the step, and of everything that finished since the last one, dropped or not."""
+        started, generated, trained = times
+        everything = [group for group, _ in recent] or list(groups)
+        stats = self.parts.engine.stats()
+        tokens = stats.decoded_tokens - self._engine_stats.decoded_tokens
+        busy_s = stats.busy_s - self._engine_stats.busy_s
+        self._engine_stats = stats
         return (
             dict(result.metrics)
-            | group_metrics(recent)
+            | group_metrics(everything)
             | group_stats(groups)
             | {
                 "groups/trained": float(len(groups)),
-                "groups/dropped": float(sum(state.reasons.values())),
+                "groups/dropped": float(sum(bool(reason) for _, reason in recent)),
                 "time/generate_s": generated - started,
                 "time/train_s": trained - generated,
-                "generate/tokens_per_s": tokens / seconds,
             }
+            | ({"generate/tokens_per_s": tokens / busy_s} if busy_s > 0 else {})
+        )
+
+    async def _publish(self, version: int) -> None:
+        await asyncio.to_thread(
+            self.parts.publisher.publish, self.parts.policy, self.parts.engine, version
         )
 
     async def _save(self, step: int) -> None:
@@ -446,6 +475,7 @@ class Controller:
                 grade=parts.score,
                 max_context=parts.policy.shape.max_context,
                 seed=config.seed,
+                concurrency=parts.max_rows,
                 progress=tell,
             )
             self._spans(state.step, evaluate=started)

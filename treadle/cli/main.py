@@ -142,7 +142,9 @@ def _fail(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     if not known or verbose:
         traceback.print_exception(error)
     if known:
-        print(f"error: {error}", file=sys.stderr)
+        from treadle.evals.visible import visible
+
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_code
     return FAILED
 

@@ -11,12 +11,13 @@ Waits for: each group at most the time that its trajectories may take.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
 from treadle.config import EvalConfig, RolloutConfig
-from treadle.errors import ConfigError, first_of
+from treadle.errors import ConfigError, ErrorRecord, HarnessError, first_of
 from treadle.harness import Harness
 from treadle.render import Renderer
 from treadle.rollout import derive, run_trajectory
@@ -54,10 +55,11 @@ def questions(taskset: Taskset, config: EvalConfig) -> tuple[Task, ...]:
 
 
 def data_hash(tasks: Sequence[Task]) -> str:
-    """Of the questions in order, so that two numbers can be compared or refused."""
+    """Of questions and their grading data in order: what makes two numbers comparable."""
     digest = blake2b(digest_size=8)
     for task in tasks:
-        digest.update(text_of(task).encode("utf-8", "backslashreplace") + b"\0")
+        known = json.dumps(dict(task.data), sort_keys=True, default=str)
+        digest.update(f"{text_of(task)}\0{known}\0".encode("utf-8", "backslashreplace"))
     return digest.hexdigest()
 
 
@@ -123,6 +125,7 @@ async def evaluate(
     total = len(tasks) * config.samples
     stored = total - len(wanted)
     room = asyncio.Semaphore(concurrency)
+    failures: list[ErrorRecord] = []
 
     async def answer(index: int, task: Task, sample: int) -> None:
         nonlocal stored
@@ -142,6 +145,8 @@ async def evaluate(
                 scope=f"eval-{eval_id}/",
             )
         store.add_eval_result(eval_id, _result(trajectory))
+        if trajectory.error is not None:
+            failures.append(trajectory.error)
         stored += 1
         if progress is not None:
             progress(stored, total)
@@ -152,6 +157,12 @@ async def evaluate(
                 group.create_task(answer(index, task, sample))
     except BaseExceptionGroup as errors:
         raise first_of(errors) from errors
+    if wanted and len(failures) == len(wanted):
+        raise HarnessError(
+            f"evaluation of {taskset.name} at step {step}: all {len(wanted)} answers failed, the "
+            f"first with {failures[0].kind}: {failures[0].message}",
+            hint=failures[0].hint or "what was answered before is kept; run it again",
+        )
     store.finish_eval(eval_id)
     return eval_id
 

@@ -1,0 +1,75 @@
+"""The public API: what is checked before a run, and what a resumed run may not change."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import treadle as td
+from tests.test_loop import letters, small, tasks  # noqa: F401 - a fixture
+from treadle.api import check_provenance, reward_provenance, run_config
+from treadle.errors import ConfigError
+from treadle.store import Store
+from treadle.types import Provenance
+
+
+def test_importing_treadle_imports_no_torch_and_names_load_on_use():
+    """B146: the nouns work on any machine."""
+    code = (
+        "import sys, treadle as td; td.Task, td.RunConfig, td.Reward; assert 'torch' not in "
+        "sys.modules, 'torch was imported'; assert 'train' in dir(td)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_td_train_tunes_threads_before_torch_is_imported():
+    code = (
+        "import treadle as td; td.train; from treadle import machine; t = machine.tune(); "
+        "import torch; assert not [n for n in t.skipped if 'OMP' in n], t.skipped"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rooms_that_are_verbs_answer_calls_and_stay_modules():
+    from treadle.reward import GraderPool
+
+    assert td.reward(letters) is letters
+    assert td.reward.GraderPool is GraderPool
+    with pytest.raises(ConfigError, match="marks a function"):
+        td.reward(3)
+
+
+def test_train_takes_what_is_not_named_from_the_config(tasks, tmp_path):  # noqa: F811
+    config = small(tasks, steps=2)
+    run = td.train(tasks=str(tasks), reward=letters, config=config, run_dir=tmp_path / "run")
+    with run.store() as store:
+        stored = store.config()
+        assert (stored.steps, stored.model.name) == (2, "tiny-random")
+        assert stored.model.dtype == "float32"
+        assert len(store.steps()) == 2
+    assert "steps" in run.report()
+    assert json.dumps(run.results())
+
+
+def test_a_resumed_run_refuses_another_reward(tasks, tmp_path):  # noqa: F811
+    run_config(small(tasks, steps=1), tmp_path / "run", reward=letters)
+    with pytest.raises(ConfigError, match="the run began with reward"):
+        run_config(small(tasks, steps=2), tmp_path / "run", resume=True)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        assert len(store.steps()) == 1
+
+
+def test_changed_provenance_is_named():
+    began = {"model": Provenance(source="a", license="x", sha256="1" * 64)}
+    check_provenance(began, began)
+    other = {"model": Provenance(source="a", license="x", sha256="2" * 64)}
+    with pytest.raises(ConfigError, match="began with model a 111"):
+        check_provenance(began, other)
+
+
+def test_a_reward_is_known_by_its_code():
+    config = td.RunConfig()
+    assert reward_provenance(letters, config) == reward_provenance(letters, config)
+    one, two = (lambda t: 1.0), (lambda t: 2.0)
+    assert reward_provenance(one, config).sha256 != reward_provenance(two, config).sha256
