@@ -1,4 +1,4 @@
-# make demo    from a bare machine to a measurably better model, CPU only
+# make demo    from a bare machine to a trained small model and its report, CPU only
 # make test    everything CI runs: format, lint, types, layers, spelling, tests
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -33,7 +33,7 @@ install: $(VENV)/.first-run ## a virtual environment in .venv with torch and tre
 
 install-dev: $(VENV)/.dev ## the same with everything that checks and tests need
 
-demo: install ## install, pull the model, train, evaluate, report (about 12 minutes on 2 cores)
+demo: install ## install, pull the model, train, evaluate, report
 	$(BIN)/treadle doctor
 	$(BIN)/treadle models pull smollm2-135m
 	$(BIN)/treadle train 10_first_run --run-dir $(RUN) $(if $(wildcard $(RUN)/run.db),--resume,--set seed=$(SEED))

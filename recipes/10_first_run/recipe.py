@@ -1,7 +1,7 @@
-"""First run: SmolLM2-135M-Instruct learns short arithmetic from reasoning-gym, on a CPU.
+"""First run: SmolLM2-135M-Instruct is trained on short arithmetic from reasoning-gym, on a CPU.
 
-Takes: nothing but this machine. Gives: runs/first-run, with a held-out gain outside its
-confidence interval. README.md beside this file has the command and the numbers to expect.
+Takes: nothing but this machine. Gives: runs/first-run, with held-out rates before and after.
+README.md beside this file has the command and what was measured so far.
 """
 
 from treadle.config import (

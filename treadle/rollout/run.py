@@ -78,8 +78,6 @@ async def run_trajectory(
             retry draws the same numbers.
         scope: in front of the names of session and group, for callers that use the same
             ordinals at the same time (an evaluation during a run).
-        scope: put before the names of session and group, so that an evaluation and a training
-            rollout of the same ordinal can be open at once.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
