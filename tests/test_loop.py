@@ -111,6 +111,7 @@ def test_a_resumed_run_trains_what_is_missing_and_equals_one_run_in_one_go(tasks
         Store.open(tmp_path / "parts", readonly=True) as parts,
     ):
         assert [s.ordinals for s in whole.steps()] == [s.ordinals for s in parts.steps()]
+        assert parts.config().steps == 5, "the longer run is what the store describes now"
         for a, b in zip(whole.steps(), parts.steps(), strict=True):
             assert a.metrics["loss/total"] == b.metrics["loss/total"]
             assert a.metrics["grad/norm"] == b.metrics["grad/norm"]

@@ -256,6 +256,8 @@ def _store(
         done = store.frontier().step
         check_resumable(store.config(), config, done)
         check_provenance(store.info().provenance, provenance)
+        if store.config().steps != config.steps:
+            store.set_steps(config.steps)
     except BaseException:
         store.close()
         raise
@@ -348,7 +350,7 @@ async def _parts(
     } | {f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)}
     with GraderPool() as pool:
         async with Engine(policy, max_rows=rows) as engine:
-            grades = _grades(config, reward, pool)
+            grades = _grades(config, reward, mix, pool)
             yield (
                 Parts(
                     policy=policy,
@@ -429,19 +431,25 @@ def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:
 
 
 def _grades(
-    config: RunConfig, reward: RewardFunction | None, pool: GraderPool
+    config: RunConfig, reward: RewardFunction | None, mix: Mix, pool: GraderPool
 ) -> tuple[Callable[[Trajectory], Awaitable[Reward]], Callable[[Trajectory], Awaitable[Reward]]]:
-    """The reward that trains, and the task sets' own strict scores that evaluate (B053)."""
+    """The reward that trains, and the task sets' own strict scores that evaluate (B053).
+
+    A task that its set cannot grade is evaluated by the reward: nothing else judges it.
+    """
     from treadle.reward import grader_of
 
-    def graded(function: Any) -> Callable[[Trajectory], Awaitable[Reward]]:
-        async def grade(trajectory: Trajectory) -> Reward:
-            return await pool.score(function, trajectory, config.rollout.reward_limit_s)
+    async def train(trajectory: Trajectory) -> Reward:
+        return await pool.score(trained, trajectory, config.rollout.reward_limit_s)
 
-        return grade
+    async def evaluate(trajectory: Trajectory) -> Reward:
+        ungraded = mix[trajectory.task.taskset].gold(trajectory.task) is None
+        function = reward if reward is not None and ungraded else strict
+        return await pool.score(function, trajectory, config.rollout.reward_limit_s)
 
-    strict = grader_of([replace(t, reward="score") for t in config.tasks], config.seed)
-    return graded(reward or grader_of(config.tasks, config.seed)), graded(strict)
+    trained = reward or grader_of(config.tasks, config.seed)
+    strict = grader_of(config.tasks, config.seed, strict=True)
+    return train, evaluate
 
 
 __all__ = ["Run", "check_resumable", "reward", "run_config", "train"]

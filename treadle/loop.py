@@ -45,6 +45,7 @@ from treadle.sampler.engine import Engine
 from treadle.schedule import Progress, Ready, may_start, next_batch
 from treadle.store import Span, Store
 from treadle.tasks.mix import Mix
+from treadle.threads import within
 from treadle.tools import Tools
 from treadle.train import StepResult, Trainer
 from treadle.types import Group, Reward, Task, Trajectory
@@ -59,6 +60,12 @@ Observer = Callable[[str, Mapping[str, Any]], None]
 
 PATIENCE_S = 120.0
 """Beyond the limits of a group: for queueing and a slow machine."""
+
+DISK_LIMIT_S = 1800.0
+"""For a checkpoint, written or read, and for the held-out questions of a task set."""
+
+TASK_LIMIT_S = 300.0
+"""For a task source to make one task."""
 
 GUARDED_STEPS = 2
 """Steps of each process whose parity is checked: the first proves the base model (an adapter
@@ -165,8 +172,14 @@ class Controller:
 
     async def _restore_weights(self, last: int) -> None:
         parts = self.parts
-        found = await asyncio.to_thread(
-            restore_run, self.store.run_dir, parts.policy, parts.trainer, committed=last
+        found = await within(
+            DISK_LIMIT_S,
+            f"restoring step {last}",
+            restore_run,
+            self.store.run_dir,
+            parts.policy,
+            parts.trainer,
+            committed=last,
         )
         first = 0 if found.checkpoint is None else found.checkpoint.step
         self.observe("resume", {"checkpoint": first, "step": last, "skipped": found.skipped})
@@ -184,7 +197,7 @@ class Controller:
                 await self._changed.wait_for(self._may_start)
             ordinal = state.again.pop(0) if state.again else state.next_ordinal
             state.next_ordinal = max(state.next_ordinal, ordinal + 1)
-            task = await asyncio.to_thread(self.parts.mix.task, ordinal)
+            task = await within(TASK_LIMIT_S, f"task {ordinal}", self.parts.mix.task, ordinal)
             self.store.start_group(ordinal, task)
             state.progress = Progress(
                 started=state.progress.started + 1,
@@ -422,7 +435,9 @@ class Controller:
         )
 
     async def _save(self, step: int) -> None:
-        saved = await asyncio.to_thread(
+        saved = await within(
+            DISK_LIMIT_S,
+            f"saving step {step}",
             save_run,
             self.store.run_dir,
             step,
@@ -452,7 +467,9 @@ class Controller:
         if not config.eval.questions:
             return
         for taskset in parts.mix.tasksets:
-            tasks = await asyncio.to_thread(questions, taskset, config.eval)
+            tasks = await within(
+                DISK_LIMIT_S, f"held-out tasks of {taskset.name}", questions, taskset, config.eval
+            )
             started = time.time()
 
             def tell(done: int, total: int, name: str = taskset.name) -> None:

@@ -46,21 +46,26 @@ def test_the_sets_own_scores_become_parts_and_the_named_one_the_reward(
 
 
 def test_shaped_by_hand(config: TasksConfig, make: Make) -> None:
-    task = Task(id="t", taskset="s", messages=(), data={"answer": "12"})
-
-    def value(answer: str, score: float, lenient: float) -> float:
+    def value(answer: str, score: float, lenient: float, gold: str = "12") -> float:
+        task = Task(id="t", taskset="s", messages=(), data={"answer": gold})
         trajectory = make(answer, task)
         parts = {"score": score, "lenient": lenient}
         object.__setattr__(trajectory, "reward", Reward(value=None, parts=parts))
         return shaped(trajectory)
 
     assert value("12", 1, 1) == 1.0
-    assert value("7 + 5 = 12", 0, 1) == pytest.approx(0.1 + 0.4 * 2 / 10)
-    assert value("12.", 0, 1) == pytest.approx(0.1 + 0.4 * 2 / 3)
-    assert value("13", 0, 0) == 0.0
+    assert value("13", 0, 0) == 0.2, "the form alone"
+    assert value("7 + 5 = 12", 0, 1) == pytest.approx(0.2 * (1 + 2 / 10) / 2)
+    assert value("12.0", 0, 1) == pytest.approx(0.2 + 0.2 * (1 + 2 / 4) / 2)
+    assert value("7 + 5 = 13", 0, 0) == 0.0
     assert value("", 0, 0) == 0.0
+    assert value("13", 0.5, 0) == pytest.approx(0.5 + 0.5 * 0.2)
     rising = [value(a, 0, 1) for a in ("so 7 + 5 = 12", "7 + 5 = 12", "It is 12", "= 12")]
-    assert rising == sorted(rising) and rising[-1] < 0.5
+    assert rising == sorted(rising) and rising[-1] < 0.2, "below any bare number"
+    assert value("yes", 0, 0, gold="no") == 0.2
+    assert value("I say no", 0, 1, gold="no") == pytest.approx(0.2 * (1 + 2 / 8) / 2)
+    assert value("", 0, 0, gold="") == 0.0
+    task = Task(id="t", taskset="s", messages=(), data={"answer": "12"})
     with pytest.raises(RewardError, match="needs the scores of a task set"):
         shaped(make("12", task))
 

@@ -126,7 +126,8 @@ def _config(args: argparse.Namespace, trained: RunConfig | None) -> RunConfig:
         )
     if config.eval.questions < 1:
         raise ConfigError("`eval.questions` must be >= 1: there is nothing to ask")
-    # How a run learns, how long, and what it pays are of no matter here.
+    # How a run learns and how long are of no matter here; what it pays only where its task sets
+    # cannot grade.
     plain = RunConfig()
     return replace(
         config,
@@ -135,7 +136,7 @@ def _config(args: argparse.Namespace, trained: RunConfig | None) -> RunConfig:
         schedule=plain.schedule,
         store=plain.store,
         eval=replace(config.eval, every=0),
-        tasks=tuple(replace(t, reward="score", ratio=1.0) for t in config.tasks),
+        tasks=tuple(replace(t, ratio=1.0) for t in config.tasks),
     )
 
 
@@ -235,7 +236,7 @@ async def _evaluate(
 
     policy, rollout = target.policy, config.rollout
     renderer = api.renderer_of(policy.loaded, tools=bool(rollout.tools))
-    tools, grader = load_tools(rollout.tools), grader_of(config.tasks, config.seed)
+    tools, grader = load_tools(rollout.tools), grader_of(config.tasks, config.seed, strict=True)
 
     async def grade(trajectory: Trajectory) -> Reward:
         return await pool.score(grader, trajectory, rollout.reward_limit_s)

@@ -80,6 +80,12 @@ def _measuring(evals: Mapping[str, Any]) -> list[str]:
                     f"{row['error_share']:.1%} of the answers {label} on {name} have no verdict "
                     "and are left out"
                 )
+    by_reward = [name for name, row in after["tasksets"].items() if not row["own_score"]]
+    if by_reward:
+        out.append(
+            f"{', '.join(by_reward)} cannot grade its tasks: the rates are means of the reward "
+            "that trained, and say what it says"
+        )
     if gain["mean"] is not None:
         out.extend(_reading(gain))
     return out

@@ -234,8 +234,15 @@ def _evaluation(row: EvalRow) -> dict[str, Any]:
         "n": row.n,
         "data_hash": row.data_hash,
         "error_share": row.error_share,
+        "own_score": _own_score(row),
         "settings": dict(row.settings),
     }
+
+
+def _own_score(row: EvalRow) -> bool:
+    """Whether the task set graded it. Where it cannot, the run's reward is the score."""
+    judged = [r for r in row.results if r.score is not None]
+    return not judged or any("score" in r.parts for r in judged)
 
 
 def _common_settings(rows: Sequence[EvalRow]) -> dict[str, Any]:

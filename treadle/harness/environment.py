@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from treadle.errors import TaskError, boundary
 from treadle.harness.chat import Chat, Limits
-from treadle.harness.threads import in_thread
 from treadle.harness.types import Harness
+from treadle.threads import in_thread
 from treadle.tools import Tools
 from treadle.types import Environment, Task
 

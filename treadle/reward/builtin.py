@@ -8,28 +8,33 @@ Takes: a Trajectory whose `reward.parts` holds the task set's own scores. Gives:
 from __future__ import annotations
 
 from treadle.errors import RewardError
+from treadle.tasks.text import as_number
 from treadle.types import Trajectory
 
-SAID = 0.1
-"""For a reply that ends in the right answer, however it got there."""
+FORM = 0.2
+"""For a reply that reads like an answer, right or wrong: a number where the answer is one, else as
+many words as the answer has."""
 
-CLOSE = 0.4
-"""On top of it, as the reply comes close to being the answer alone."""
+SAID = 0.2
+"""On top of it for a reply that ends in the right answer; half of it when that is far from being
+the answer alone."""
 
 
 def shaped(trajectory: Trajectory) -> float:
-    """1 for a strict answer, at most a half for a right answer in the wrong form, else 0.
+    """1 for a strict answer, at most FORM + SAID for anything else.
 
-    With s the strict score, l the lenient one, and c = len(answer) / len(reply) in characters,
-    at most 1:  R = s + (1 - s) * l * (SAID + CLOSE * c).
+    With s the strict score, l the lenient one, f = 1 if the reply reads like an answer, and
+    c = min(1, len(answer) / len(reply)) in characters:
 
-    Small models begin with almost no strict successes, so a strict reward has nothing to
-    compare. Flat half credit for a lenient one starts learning but teaches to write the whole
-    equation, where credit is easiest. Here every step from "7 + 5 = 12, so it is 12." to "12"
-    pays more than the one before it, and nothing but the strict form pays over a half.
+        R = s + (1 - s) * (FORM * f + SAID * l * (1 + c) / 2)
 
-    Raises RewardError: the task set gives no "score", or no "lenient" where the task has an
-    answer.
+    Small models begin with almost no strict successes, so a strict reward has nothing to compare.
+    Credit for a lenient success alone teaches to write the whole equation, where that credit is
+    easiest, and by the time it pays no more the bare answer is never sampled. Credit for the form
+    is learnt first, in a dozen steps; then all replies of a group have it, it cancels out of the
+    advantage, and what is left is the strict score.
+
+    Raises RewardError: the task set gives no "score".
     """
     parts = trajectory.reward.parts
     if "score" not in parts:
@@ -40,5 +45,13 @@ def shaped(trajectory: Trajectory) -> float:
     gold = str(trajectory.task.data.get("answer", ""))
     reply = trajectory.answer.strip()
     closeness = min(1.0, len(gold) / len(reply)) if reply else 0.0
-    credit = parts.get("lenient", 0.0) * (SAID + CLOSE * closeness)
+    credit = SAID * parts.get("lenient", 0.0) * (1 + closeness) / 2
+    if _reads_like(reply, gold):
+        credit += FORM
     return parts["score"] + (1 - parts["score"]) * credit
+
+
+def _reads_like(reply: str, gold: str) -> bool:
+    if as_number(gold) is not None:
+        return as_number(reply) is not None
+    return reply != "" and len(reply.split()) == len(gold.split())

@@ -37,6 +37,8 @@ class TasksetGrader:
     """JSON of each TasksConfig: text, so that a grader is hashable and equal by value."""
     names: tuple[str, ...]
     seed: int
+    strict: bool = False
+    """Give the set's own strict score as "reward" wherever the set can grade, whatever trains."""
 
     @property
     def name(self) -> str:
@@ -59,12 +61,13 @@ class TasksetGrader:
             )
         taskset, reward = _opened(self.configs[self.names.index(name)], name, self.seed)
         scores = _scores(taskset, reward, trajectory)
-        if reward in OWN_REWARDS:
-            if reward not in scores:
+        own = "score" if self.strict and scores else reward
+        if own in OWN_REWARDS:
+            if own not in scores:
                 raise RewardError(
-                    f"task set {name} has no score `{reward}`; it has {', '.join(scores)}"
+                    f"task set {name} has no score `{own}`; it has {', '.join(scores)}"
                 )
-            return {**scores, "reward": scores[reward]}
+            return {**scores, "reward": scores[own]}
         seen = dataclasses.replace(trajectory, reward=Reward(value=None, parts=scores))
         value = import_object(reward, "tasks.reward")(seen)
         if isinstance(value, Mapping):
@@ -73,8 +76,13 @@ class TasksetGrader:
         return {**scores, "reward": value}
 
 
-def grader_of(cfgs: TasksConfig | Sequence[TasksConfig], seed: int) -> TasksetGrader:
+def grader_of(
+    cfgs: TasksConfig | Sequence[TasksConfig], seed: int, *, strict: bool = False
+) -> TasksetGrader:
     """The grader of one task set or of all task sets of a run (named as `open_mix` names them).
+
+    `strict` is for evaluations: the set's own score, and the reward function only for a task
+    that the set cannot grade (a JSONL row without `answer`).
 
     A reward "module:function" is imported here too, so that a wrong name is found at once. The
     function gets the trajectory with the task set's own scores in `trajectory.reward.parts`.
@@ -94,7 +102,7 @@ def grader_of(cfgs: TasksConfig | Sequence[TasksConfig], seed: int) -> TasksetGr
         if not callable(import_object(cfg.reward, f"tasks.{i}.reward")):
             raise ConfigError(f"`tasks.{i}.reward`: `{cfg.reward}` is not a function")
     configs = tuple(json.dumps(to_dict(cfg), sort_keys=True, default=str) for cfg in cfgs)
-    return TasksetGrader(configs, names_of(cfgs), seed)
+    return TasksetGrader(configs, names_of(cfgs), seed, strict)
 
 
 @functools.lru_cache(maxsize=64)

@@ -219,8 +219,16 @@ class Store(Ledger, Evals, Telemetry):
         )
 
     def config(self) -> RunConfig:
-        """The config that the run was created with. Raises ConfigError when keys have changed."""
+        """The config of the run. Raises ConfigError when keys have changed."""
         return from_dict(dict(self.info().config))
+
+    def set_steps(self, steps: int) -> None:
+        """Another length of the run: the one thing that may change when it goes on."""
+        config = {**self.info().config, "steps": steps}
+        with self._db.write("storing the number of steps") as db:
+            db.execute(
+                "UPDATE meta SET value = ? WHERE key = 'config'", (encode.dumps(config, "config"),)
+            )
 
 
 def _build(path: Path, meta: Mapping[str, str]) -> None:

@@ -68,4 +68,30 @@ inline bool independent(const TreadleCall& call, std::vector<std::int32_t>& by_b
   return yes;
 }
 
+// The rows in packs of at most `size` that begin with the same block, e.g. the samples of a prompt
+// or the positions of one; as even as can be.
+inline std::vector<Pack> packs_of(const TreadleCall& call, int size) {
+  const auto same = [&](int a, int b, int block) {
+    return block_of(call, a, block * kPositions) == block_of(call, b, block * kPositions);
+  };
+  std::vector<Pack> packs;
+  for (int first = 0, end; first < call.rows; first = end) {
+    for (end = first + 1; end < call.rows && same(first, end, 0);) end++;
+    const int count = (end - first + size - 1) / size;
+    for (int i = 0; i < count; i++) {
+      Pack pack{first + run_begin(end - first, i, count)};
+      pack.rows = first + run_begin(end - first, i + 1, count) - pack.first;
+      pack.shared = pack.rows == 1 ? 0 : (call.positions[pack.first] + 1) / kPositions;
+      for (int r = pack.first + 1; r < pack.first + pack.rows; r++) {
+        pack.shared = std::min(pack.shared, (call.positions[r] + 1) / kPositions);
+        int common = 0;
+        while (common < pack.shared && same(pack.first, r, common)) common++;
+        pack.shared = common;
+      }
+      packs.push_back(pack);
+    }
+  }
+  return packs;
+}
+
 }  // namespace treadle

@@ -56,8 +56,8 @@ class Decoder {
     const std::size_t table = std::size_t(s_.positions) * s_.head_dim / 2;
     cos_.assign(static_cast<const bf16*>(s_.cos), static_cast<const bf16*>(s_.cos) + table);
     sin_.assign(static_cast<const bf16*>(s_.sin), static_cast<const bf16*>(s_.sin) + table);
-    const std::size_t scratch =
-        std::max(attention_scratch(s_.positions), sizeof(float) * kRows * kChunk);
+    const std::size_t scratch = std::max(Workspace::bytes(s_.positions, s_.head_dim),
+                                         sizeof(float) * kRows * kChunk);
     scratch_step_ = (scratch + 4095) / 4096 * 4096;
     scratch_.reserve(scratch_step_ * s_.threads);
     const long l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -125,6 +125,7 @@ class Decoder {
     rows_ = call.rows;
     writer_.resize(std::size_t(s_.kv_blocks), -1);
     independent_ = independent(call, writer_);
+    packs_ = packs_of(call, std::max(1, kHeads / group_));
     x_ = {work_.as<bf16>(x), stride};
     attended_ = {work_.as<bf16>(attended), stride};
     act_ = {work_.as<bf16>(act), stride};
@@ -141,8 +142,8 @@ class Decoder {
     auto phase = phases_.begin();
     (phase++)->deal(blocks);
     for (const Layer& layer : weights_.layers) {
-      const int heads = call.rows * s_.kv_heads;
-      for (const int items : {blocks, layer.qkv.units, independent_ ? 0 : heads, heads,
+      const int writes = independent_ ? 0 : call.rows * s_.kv_heads;
+      for (const int items : {blocks, layer.qkv.units, writes, int(packs_.size()) * s_.kv_heads,
                               layer.o.units, blocks, layer.gate_up.units, layer.down.units}) {
         (phase++)->deal(items);
       }
@@ -157,6 +158,7 @@ class Decoder {
     stream.rewind();
     stream.fetch(lead_, lead_);
     void* scratch = scratch_.as<char>(scratch_step_ * thread);
+    const Workspace work(scratch, s_.positions, s_.head_dim);
     auto phase = phases_.begin();
     auto clock = std::chrono::steady_clock::now();
     // Ends a phase; thread 0 books its time.
@@ -195,18 +197,17 @@ class Decoder {
       finish(kQkv);
 
       if (!independent_) {
-        phase->each(thread, [&](int item) { write_kv(layer, index, call, item); });
+        phase->each(thread, [&](int item) {
+          write_kv(layer, index, call, item % rows, item / rows);
+        });
       }
       finish(kAttend);
+      if (amx_) configure_attention_tiles();
       phase->each(thread, [&](int item) {
-        if (independent_) write_kv(layer, index, call, item);
-        const int row = item % rows, kv_head = item / rows;
-        const bool more = item + 1 < rows * s_.kv_heads;
-        const Span next = more ? span_of(index, call, item + 1) : Span{};
-        attend(projected(kv_head, row), group_, s_.head_dim, span_of(index, call, item), attended_,
-               row, kv_head * group_ * s_.head_dim, scratch, more ? &next : nullptr);
+        attend_pack(layer, index, call, item, work);
         stream.fetch(4096, lead_);
       });
+      if (amx_) configure_tiles();
       finish(kAttend);
 
       const auto into_residual = [&](int unit, int first, int n, const float* c) {
@@ -271,10 +272,10 @@ class Decoder {
     return qkv_ + (std::size_t(kv_head) * rows_ + row) * weights_.group_width();
   }
 
-  // Head norms and rotation of one row's queries and key of one KV head; key (scaled) and
-  // value go to the cache.
-  void write_kv(const Layer& layer, int index, const TreadleCall& call, int item) const {
-    const int row = item % rows_, kv_head = item / rows_;
+  // Head norms and rotation of one row's queries and key of one KV head; key and value go to the
+  // cache.
+  void write_kv(const Layer& layer, int index, const TreadleCall& call, int row,
+                int kv_head) const {
     const int dim = s_.head_dim, position = call.positions[row];
     const bf16* cos = cos_.data() + std::size_t(position) * dim / 2;
     const bf16* sin = sin_.data() + std::size_t(position) * dim / 2;
@@ -285,19 +286,47 @@ class Decoder {
       rotate(x, cos, sin, dim);
     }
     const std::size_t block = block_of(call, row, position);
-    const std::size_t to = cache_.at(index, kv_head) + block * cache_.block_size() +
-                           std::size_t(position % kPositions) * dim;
-    const bf16* k = x - dim;
-    const __m512 scale = _mm512_set1_ps(s_.scale);
-    for (int i = 0; i < dim; i += 16) {
-      store_bf16(cache_.k + to + i, _mm512_mul_ps(load_bf16(k + i), scale));
-    }
-    std::memcpy(cache_.v + to, x, std::size_t(dim) * 2);
+    cache_.write(cache_.at(index, kv_head) + block * cache_.block_size(), position % kPositions,
+                 x - dim, x, s_.scale);
   }
 
-  Span span_of(int index, const TreadleCall& call, int item) const {
-    const int row = item % rows_;
-    const std::size_t at = cache_.at(index, item / rows_);
+  // Item = KV head by pack, all packs of a KV head after one another.
+  void attend_pack(const Layer& layer, int index, const TreadleCall& call, int item,
+                   const Workspace& work) const {
+    const bool more = item + 1 < int(packs_.size()) * s_.kv_heads;
+    Queries queries = queries_of(index, call, item);
+    const Queries next = more ? queries_of(index, call, item + 1) : Queries{};
+    if (independent_) {
+      for (int r = 0; r < queries.rows; r++) {
+        write_kv(layer, index, call, queries.of[r].row, item / int(packs_.size()));
+      }
+    }
+    for (int head = 0; head < group_; head += kHeads) {
+      attend(queries, std::min(kHeads, group_ - head), s_.head_dim, amx_, attended_, work,
+             more ? &next : nullptr);
+      for (int r = 0; r < queries.rows; r++) {
+        queries.of[r].q += kHeads * s_.head_dim;
+        queries.of[r].column += kHeads * s_.head_dim;
+      }
+    }
+  }
+
+  Queries queries_of(int index, const TreadleCall& call, int item) const {
+    const int kv_head = item / int(packs_.size());
+    const Pack& pack = packs_[item % packs_.size()];
+    Queries queries;
+    queries.rows = pack.rows;
+    queries.shared = pack.shared;
+    for (int r = 0; r < pack.rows; r++) {
+      const int row = pack.first + r;
+      queries.of[r] = {projected(kv_head, row), span_of(index, call, row, kv_head), row,
+                       kv_head * group_ * s_.head_dim};
+    }
+    return queries;
+  }
+
+  Span span_of(int index, const TreadleCall& call, int row, int kv_head) const {
+    const std::size_t at = cache_.at(index, kv_head);
     return {cache_.k + at, cache_.v + at, cache_.block_size(),
             call.tables + std::size_t(row) * call.table_width, call.positions[row] + 1};
   }
@@ -357,6 +386,7 @@ class Decoder {
   Residual residual_;
   int rows_ = 0;
   bool independent_ = false;
+  std::vector<Pack> packs_;
   std::vector<std::int32_t> outputs_, writer_;
   bf16* qkv_ = nullptr;
   ChunkStats* stats_ = nullptr;

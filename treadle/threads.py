@@ -3,7 +3,8 @@
 The default executor would not do: a call that hangs keeps one of its few threads for ever, and the
 interpreter joins them all at exit.
 
-Takes: a function. Gives: its result; a cancelled caller leaves the thread behind.
+Takes: a function. Gives: its result; a caller that is cancelled or has waited long enough leaves
+the thread behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from treadle.errors import ContractError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,5 +45,22 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
             loop.call_soon_threadsafe(deliver, result, error)
 
-    threading.Thread(target=work, daemon=True, name=f"harness {function!r}").start()
+    threading.Thread(target=work, daemon=True, name=f"in_thread {function!r}").start()
     return await future
+
+
+async def within(
+    limit_s: float, what: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """`in_thread`, but for at most `limit_s` seconds. Raises ContractError beyond them."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await in_thread(function, *args, **kwargs)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ContractError(
+            f"{what} has not ended within {limit_s:g} s",
+            hint="is a disk, a network file system or a task source stuck?",
+        ) from None
