@@ -3,13 +3,18 @@
 Setting: SmolLM2-135M-Instruct, LoRA r=8 on all linears, 8 prompts x 8 completions x <= 48 new
 tokens, bf16, temperature 1, natural stop; every group is trained (zero-advantage groups too) on
 both sides; every step starts from step-0 weights, on the same prompts for both. The peer runs in
-its fastest CPU setting found: bf16 weights, micro-batch 16, and the same thread and allocator
-settings as ours. Only one side works at a time.
+its fastest CPU setting found: bf16 weights, the same thread and allocator settings as ours, and
+the micro-batch and cache that `--sweep` found fastest. Only one side works at a time.
 
-    python benchmarks/step_vs_trl.py --json            # makes the peer's environment itself
+    python -m benchmarks.step_vs_trl --json            # makes the peer's environment itself
+    python -m benchmarks.step_vs_trl --sweep --json    # the peer's settings, about 12 minutes
 
-Figures: step_vs_trl.speedup = median TRL step / median Treadle step over the interleaved steps;
-step_vs_trl.peak_gib = our process's peak resident memory.
+Figures:
+- step_vs_trl.speedup: median TRL step / median Treadle step over the interleaved steps;
+- step_vs_trl.peak_gib: our process's peak resident memory;
+- step_vs_trl.treadle_skipping_s: our step again, on the same prompts, when groups whose rewards
+  are all equal are not trained: their gradient is 0. Not part of the speedup.
+--sweep writes results/step_vs_trl_sweep.json: seconds of one warm peer step by setting.
 """
 
 from __future__ import annotations
@@ -38,7 +43,11 @@ PEER = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
 )
-PROMPTS, GROUP, MAX_NEW, MICRO = 8, 8, 48, 16
+PROMPTS, GROUP, MAX_NEW = 8, 8, 48
+MICRO, CACHE = 16, ""
+"""The peer's fastest setting: sequences of a micro-batch, and its generation cache ("" =
+dynamic)."""
+SWEEP = ((8, ""), (16, ""), (32, ""), (64, ""), (16, "static"))
 SYSTEM = "You are a calculator. Reply with the answer only."
 
 
@@ -59,14 +68,22 @@ def prompts(steps: int, seed: int) -> list[list[dict[str, Any]]]:
 class Trl:
     """The peer, a step at a time."""
 
-    def __init__(self, model: Path, rows: list[list[dict[str, Any]]], threads: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        rows: list[list[dict[str, Any]]],
+        threads: int,
+        micro: int = MICRO,
+        cache: str = CACHE,
+    ) -> None:
         setting = {
             "model": str(model),
             "prompts": rows,
             "group": GROUP,
             "max_new": MAX_NEW,
             "threads": threads,
-            "micro": MICRO,
+            "micro": micro,
+            "cache": cache,
         }
         # What machine.tune sets for us by mallopt.
         tunables = ":".join(
@@ -139,8 +156,8 @@ class Treadle:
         self._first = {n: p.detach().clone() for n, p in self.policy.parameters().items()}
         self._version = 0
 
-    def step(self, index: int) -> dict[str, Any]:
-        """One timed step, then back to step-0 weights."""
+    def step(self, index: int, *, skipping: bool = False) -> dict[str, Any]:
+        """One timed step, then back to step-0 weights; `skipping` groups of equal rewards."""
         import torch
 
         trainer = self._trainer_class(self.policy, self.config.learn)
@@ -148,7 +165,7 @@ class Treadle:
 
         def whole() -> None:
             result["generation_s"], groups = timed(lambda: asyncio.run(self._rollout(index)))
-            self._learn(trainer, groups, result)
+            self._learn(trainer, groups, result, skipping)
 
         result["step_s"], _ = timed(whole)
         with torch.no_grad():
@@ -199,11 +216,14 @@ class Treadle:
             )
         )
 
-    def _learn(self, trainer: Any, groups: list[Any], result: dict[str, Any]) -> None:
-        from treadle.advantage import advantages
+    def _learn(
+        self, trainer: Any, groups: list[Any], result: dict[str, Any], skipping: bool
+    ) -> None:
+        from treadle.advantage import advantages, zero_variance
         from treadle.batch import samples
 
-        rows = samples(groups, advantages(groups, self.config.learn.advantage))
+        trained = [g for g in groups if not (skipping and zero_variance(g))] or groups
+        rows = samples(trained, advantages(trained, self.config.learn.advantage))
         result["training_s"], step = timed(
             lambda: trainer.step(rows, step=0, version=self._version, guard=True)
         )
@@ -223,16 +243,41 @@ class Treadle:
         self.engine.close()
 
 
+def sweep(model: Path) -> None:
+    """Each setting of the peer by one warm step on the same prompts."""
+    seconds: dict[str, dict[str, Any]] = {}
+    for micro, cache in SWEEP:
+        peer = Trl(model, prompts(2, 0), TUNING.threads, micro, cache)
+        try:
+            peer.step()
+            name = f"micro {micro}, {cache or 'dynamic'} cache"
+            seconds[name] = peer.step()
+        finally:
+            peer.close()
+        say(f"{name}: {seconds[name]['step_s']:.1f} s")
+    best = min(row["step_s"] for row in seconds.values())
+    finish(
+        "step_vs_trl_sweep",
+        {"step_vs_trl_sweep.best_s": best},
+        {"tuning": TUNING.applied, "settings": seconds},
+        versions=dict(p.split("==") for p in PEER),
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="interleaved steps, first is warm-up")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sweep", action="store_true", help="the peer's settings, nothing else")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
 
     from treadle.models.pull import pull
 
     model = pull("smollm2-135m")
+    if args.sweep:
+        sweep(model)
+        return 0
     rows = prompts(args.steps + 1, args.seed)
     ours = Treadle(rows)
     peer = Trl(model, rows, TUNING.threads)
@@ -242,6 +287,7 @@ def main() -> int:
             pair: dict[str, Any] = {"load": os.getloadavg()[0]}
             for side in ("treadle", "trl") if index % 2 else ("trl", "treadle"):
                 pair[side] = ours.step(index) if side == "treadle" else peer.step()
+            pair["treadle_skipping"] = ours.step(index, skipping=True)
             say(
                 f"{'warm-up' if index == 0 else f'step {index}'}: treadle "
                 f"{pair['treadle']['step_s']:.2f} s, trl {pair['trl']['step_s']:.2f} s"
@@ -260,6 +306,9 @@ def main() -> int:
             "step_vs_trl.peak_gib": machine.peak_rss_bytes() / 2**30,
             "step_vs_trl.treadle_s": treadle_s,
             "step_vs_trl.trl_s": trl_s,
+            "step_vs_trl.treadle_skipping_s": median(
+                [p["treadle_skipping"]["step_s"] for p in kept]
+            ),
         },
         {"tuning": TUNING.applied, "warm_up": pairs[0], "steps": kept},
         versions=dict(p.split("==") for p in PEER),

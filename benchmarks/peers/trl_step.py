@@ -4,9 +4,9 @@ Runs in a virtual environment of its own. TRL's GRPOTrainer drives; a callback w
 each step for a line, and puts the adapter and the optimiser back to their first state after
 it, so that every timed step trains the same policy on the prompts that it is told to use.
 
-Takes: a JSON line {"model", "prompts", "group", "max_new", "threads", "micro"} as argument, then
-lines "step" or "stop". Gives: a JSON line per step: seconds in all and in generation, reward,
-mean length, peak memory.
+Takes: a JSON line {"model", "prompts", "group", "max_new", "threads", "micro", "cache"} as
+argument, then lines "step" or "stop". Gives: a JSON line per step: seconds in all and in
+generation, reward, mean length, peak memory.
 """
 
 import json
@@ -119,6 +119,7 @@ config = GRPOConfig(
     dataloader_pin_memory=False,
     shuffle_dataset=False,
     disable_tqdm=True,
+    **({"cache_implementation": setting["cache"]} if setting["cache"] else {}),
 )
 Timed(
     model=model,

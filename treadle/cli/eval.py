@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli import recipes
 from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_pairs, print_table
-from treadle.cli.target import EVALUATED
 from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, first_of
+from treadle.evals import EVALUATED
 
 if TYPE_CHECKING:
     from treadle.cli.target import Target

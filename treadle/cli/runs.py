@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.cli.arguments import age, count
 from treadle.cli.output import ago, print_json, print_pairs, print_table, size
-from treadle.cli.target import EVALUATED
 from treadle.errors import ConfigError, StoreError
+from treadle.evals import EVALUATED
 from treadle.evals.visible import one_line
 
 if TYPE_CHECKING:

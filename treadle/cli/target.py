@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from treadle.models.policy import Policy
 
 
-EVALUATED = "evaluated"
-"""The role in a store's provenance that marks an evaluation directory: the weights that answer."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Target:
     label: str

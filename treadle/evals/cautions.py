@@ -52,13 +52,16 @@ def warnings_of(report: Mapping[str, Any], events: Sequence[Event]) -> list[str]
 
 def _ending(report: Mapping[str, Any]) -> list[str]:
     status, cause, steps = report["status"], report["cause"], report["steps"]
-    done = f"{steps['done']} of {steps['wanted']} steps are done"
+    # An evaluation has no steps.
+    what, done = "evaluation", ""
+    if steps["wanted"]:
+        what, done = "run", f"; {steps['done']} of {steps['wanted']} steps are done"
     if status == "failed":
-        return [f"the run failed; {done}: {cause}"]
+        return [f"the {what} failed{done}: {cause}"]
     if status == "interrupted":
-        return [f"the run was interrupted; {done}" + (f": {cause}" if cause else "")]
+        return [f"the {what} was interrupted{done}" + (f": {cause}" if cause else "")]
     if status == "running":
-        return [f"the run is still going; {done}"]
+        return [f"the {what} is still going{done}"]
     return []
 
 

@@ -120,7 +120,8 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             tiles.append((label, f"{value['mean']:+.3f}", f"{small}, {gain['n']} questions"))
     steps = report["steps"]
     small = f"{steps['skipped']} skipped" if steps["skipped"] else "none skipped"
-    tiles.append(("steps", f"{steps['done']} of {steps['wanted']}", small))
+    if steps["wanted"]:
+        tiles.append(("steps", f"{steps['done']} of {steps['wanted']}", small))
     small = f"resumed {timing['resumes']} times" if timing["resumes"] else "never resumed"
     tiles.append(("time", duration(timing["wall_s"]), small))
     small = f"{compact(tokens['trained'])} trained"

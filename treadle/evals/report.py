@@ -24,6 +24,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from treadle.evals import EVALUATED
 from treadle.evals.cautions import warnings_of
 from treadle.evals.held_out import held_out
 from treadle.evals.terminal import as_text
@@ -64,7 +65,7 @@ def summarise(store: Store) -> dict[str, Any]:
         "cause": cause,
         "steps": {
             "done": len(steps),
-            "wanted": max(int(info.config.get("steps", 0)), len(steps)),
+            "wanted": max(_steps_wanted(info), len(steps)),
             "skipped": sum(s.skipped for s in steps),
         },
         "model": info.config.get("model"),
@@ -96,6 +97,10 @@ def summarise(store: Store) -> dict[str, Any]:
     }
     report["warnings"] = warnings_of(report, store.events())
     return report
+
+
+def _steps_wanted(info: RunInfo) -> int:
+    return 0 if EVALUATED in info.provenance else int(info.config.get("steps", 0))
 
 
 def status_of(store: Store, info: RunInfo) -> tuple[str, str]:

@@ -62,9 +62,10 @@ def model_name(report: Mapping[str, Any]) -> str:
 def _header(report: Mapping[str, Any]) -> list[str]:
     steps = report["steps"]
     skipped = f", {steps['skipped']} skipped" if steps["skipped"] else ""
+    # An evaluation has no steps.
+    done = f", {steps['done']} of {steps['wanted']} steps{skipped}" if steps["wanted"] else ""
     out = [
-        f"{one_line(report['run'])}  {report['status']}, {steps['done']} of {steps['wanted']} "
-        f"steps{skipped}",
+        f"{one_line(report['run'])}  {report['status']}{done}",
         f"model  {model_name(report)}",
     ]
     for role, source in report["provenance"].items():
