@@ -1,5 +1,6 @@
 """The public API: what is checked before a run, and what a resumed run may not change."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -50,6 +51,16 @@ def test_train_takes_what_is_not_named_from_the_config(tasks, tmp_path):  # noqa
         assert len(store.steps()) == 2
     assert "steps" in run.report()
     assert json.dumps(run.results())
+
+
+def test_train_works_inside_a_running_loop_as_in_a_notebook(tasks, tmp_path):  # noqa: F811
+    async def cell():
+        return td.train(
+            tasks=str(tasks), reward=letters, config=small(tasks, steps=1), run_dir=tmp_path / "run"
+        )
+
+    with asyncio.run(cell()).store() as store:
+        assert len(store.steps()) == 1
 
 
 def test_a_resumed_run_refuses_another_reward(tasks, tmp_path):  # noqa: F811

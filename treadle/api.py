@@ -32,6 +32,7 @@ from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dic
 from treadle.errors import ConfigError, StoreError, first_of
 from treadle.store import Store
 from treadle.store.layout import DATABASE
+from treadle.threads import run as run_coroutine
 from treadle.types import Provenance, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def run_config(
                     raise
                 store.finish("finished")
 
-    asyncio.run(main())
+    run_coroutine(main())
 
 
 async def _interruptible(work: Awaitable[None]) -> None:

@@ -1,10 +1,11 @@
-"""Plain blocking code off the event loop, in a thread that nothing ever waits for.
+"""Between plain code and event loops.
 
-The default executor would not do: a call that hangs keeps one of its few threads for ever, and the
-interpreter joins them all at exit.
+`in_thread` and `within` run blocking code off the loop, in a thread that nothing ever waits for:
+the default executor keeps a call that hangs in one of its few threads for ever, and the interpreter
+joins them all at exit. `run` runs a coroutine from plain code, a notebook's cell included.
 
-Takes: a function. Gives: its result; a caller that is cancelled or has waited long enough leaves
-the thread behind.
+Takes: a function or a coroutine. Gives: its result; a caller of `within` that has waited long
+enough, or is cancelled, leaves the thread behind.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
 
 from treadle.errors import ContractError
 
@@ -64,3 +66,39 @@ async def within(
             f"{what} has not ended within {limit_s:g} s",
             hint="is a disk, a network file system or a task source stuck?",
         ) from None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, and also where this thread runs a loop already, as a notebook does.
+
+    There `main` gets a thread and a loop of its own; Ctrl-C cancels it, waits for its clean-up,
+    and is raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    done: Future[T] = Future()
+    begun: Future[Callable[[], object]] = Future()
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await main
+
+    def work() -> None:
+        try:
+            done.set_result(asyncio.run(cancellable()))
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=work, name="run", daemon=True)
+    thread.start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # its loop is closed, or never began
+            begun.result(timeout=5.0)()
+        thread.join()
+        raise

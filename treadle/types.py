@@ -237,6 +237,39 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerLoad:
+    """How busy a replica is at one instant; counters run from its start."""
+
+    running: int
+    """Turns in the batch."""
+    waiting: int
+    """Turns in the queue."""
+    waiting_for_kv: int
+    """Of these, turns that wait for KV room and not for a place in the batch."""
+    sessions: int
+    """Open sessions."""
+    kv_usage: float
+    """Fraction of the KV that is held, 0..1."""
+    kv_tokens: int
+    """KV capacity in tokens."""
+    preemptions: int
+    """Turns whose KV was taken away while they ran; they lose no token."""
+    prefix_query_tokens: int
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    """Of these, tokens whose KV was there."""
+
+
+@runtime_checkable
+class Replica(Sampler, Protocol):
+    """A sampler that says how busy it is: what a router routes by."""
+
+    async def load(self) -> SamplerLoad:
+        """Raises SamplerError when the replica does not answer: it is not healthy."""
+        ...
+
+
 class WeightSink(Protocol):
     """Something that serves weights and can be moved to a newer version."""
 
