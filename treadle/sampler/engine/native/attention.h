@@ -41,24 +41,24 @@ struct Queries {
 };
 
 // Working memory of one thread. Scores and probabilities are kept by blocks, [16 heads][16
-// positions] each: one tile. A tile that begins at a later row's heads runs over into the next
-// block: there is room for one more, and what lies there is written again before it is read.
+// positions] each: one tile.
 struct Workspace {
   static std::size_t bytes(int context, int head_dim) {
-    const std::size_t tiles = (context + kPositions - 1) / kPositions + 1;
-    const std::size_t dims = std::size_t(2 * kHeads) * head_dim;
-    return tiles * kHeads * kPositions * (sizeof(float) + sizeof(bf16)) +
-           dims * (2 * sizeof(float) + sizeof(bf16)) + kPositions * head_dim * sizeof(bf16);
+    const std::size_t scores = std::size_t(blocks_of(context)) * kHeads * kPositions;
+    const std::size_t dims = std::size_t(kHeads) * head_dim;
+    return scores * (sizeof(float) + sizeof(bf16)) + dims * (2 * sizeof(float) + sizeof(bf16)) +
+           kPositions * head_dim * sizeof(bf16);
   }
 
   Workspace(void* memory, int context, int head_dim) {
-    const std::size_t tiles = (context + kPositions - 1) / kPositions + 1;
+    const std::size_t size = std::size_t(blocks_of(context)) * kHeads * kPositions;
+    const std::size_t dims = std::size_t(kHeads) * head_dim;
     scores = static_cast<float*>(memory);
-    sums = scores + tiles * kHeads * kPositions;
-    out = sums + std::size_t(2 * kHeads) * head_dim;
-    probabilities = reinterpret_cast<bf16*>(out + std::size_t(2 * kHeads) * head_dim);
-    queries = probabilities + tiles * kHeads * kPositions;
-    last = queries + std::size_t(2 * kHeads) * head_dim;
+    sums = scores + size;
+    out = sums + dims;
+    probabilities = reinterpret_cast<bf16*>(out + dims);
+    queries = probabilities + size;
+    last = queries + dims;
   }
 
   float* scores_of(int block, int head) const {
@@ -69,11 +69,11 @@ struct Workspace {
   }
 
   float* scores;
-  float* sums;          // [32, head_dim]: of the shared blocks
-  float* out;           // [32, head_dim]
+  float* sums;  // [heads, head_dim]: of the shared blocks
+  float* out;   // [heads of a row, head_dim]
   bf16* probabilities;
-  bf16* queries;        // [32, head_dim]
-  bf16* last;           // values of a row's last block
+  bf16* queries;  // [heads, head_dim]
+  bf16* last;     // values of a row's last block
 };
 
 // In place over the scores of one head; writes the probabilities, 0 past the context.
@@ -109,19 +109,20 @@ inline const bf16* values_of(const Span& span, int b, const Workspace& work) {
 
 // ---------------------------------------------------------------------------- AMX
 
-// Tiles 0-3 hold sums [16, 16], 4 queries, 5 keys, 6 probabilities, 7 values.
-inline void configure_attention_tiles() {
+// Tiles 0-3 hold sums [heads, 16], 4 queries, 5 keys, 6 probabilities, 7 values.
+inline void configure_attention_tiles(int heads) {
   TileConfig config;
   config.palette = 1;
   for (int i = 0; i < 8; i++) {
-    config.row_bytes[i] = i == 6 ? 32 : 64;
-    config.rows[i] = i == 7 ? 8 : 16;
+    config.row_bytes[i] = i == 6 ? 2 * kPositions : 64;
+    config.rows[i] = static_cast<std::uint8_t>(i == 5 ? 16 : i == 7 ? kPositions / 2 : heads);
   }
   load_tile_config(config);
 }
 
-// Scores of 16 heads from `head` on against one block.
-inline void scores_amx(const Workspace& work, int head, int head_dim, const bf16* keys, int block) {
+// Scores of as many heads from `head` on as tiles are configured for, against one block.
+inline void scores_amx(const Workspace& work, int head, int, int head_dim, const bf16* keys,
+                       int block) {
   const bf16* q = work.queries + std::size_t(head) * head_dim;
   _tile_zero(0);
   for (int d = 0; d < head_dim; d += 32) {
@@ -249,29 +250,30 @@ inline void attend(const Queries& queries, int heads, int head_dim, bool amx, co
                    const Workspace& work, const Queries* next) {
   const int rows = queries.rows, shared = queries.shared;
   const std::size_t row_size = std::size_t(heads) * head_dim;
+  const auto scores = amx ? scores_amx : scores_avx512;
+  const auto weighted_values = amx ? weighted_values_amx : weighted_values_avx512;
   for (int r = 0; r < rows; r++) {
     std::memcpy(work.queries + r * row_size, queries.of[r].q, row_size * sizeof(bf16));
   }
-  const auto scores = [&](int head, int count, const Span& span, int block) {
+  const auto score = [&](int head, int count, const Span& span, int block) {
     fetch(span.values(block), head_dim);
-    if (amx) {
-      scores_amx(work, head, head_dim, span.keys(block), block);
-    } else {
-      scores_avx512(work, head, count, head_dim, span.keys(block), block);
-    }
+    scores(work, head, count, head_dim, span.keys(block), block);
   };
-  for (int b = 0; b < shared; b++) scores(0, rows * heads, queries.of[0].span, b);
+
+  if (amx && shared > 0) configure_attention_tiles(rows * heads);
+  for (int b = 0; b < shared; b++) score(0, rows * heads, queries.of[0].span, b);
+  if (amx) configure_attention_tiles(heads);
   for (int r = 0; r < rows; r++) {
     const Span& span = queries.of[r].span;
-    for (int b = shared; b < span.blocks(); b++) scores(r * heads, heads, span, b);
-    // Before the next row: its tiles may run over into this one's.
+    for (int b = shared; b < span.blocks(); b++) score(r * heads, heads, span, b);
     for (int h = 0; h < heads; h++) softmax(work, r * heads + h, span);
   }
 
-  const auto weighted_values = amx ? weighted_values_amx : weighted_values_avx512;
   if (shared > 0) {
+    if (amx) configure_attention_tiles(rows * heads);
     weighted_values(work, 0, rows * heads, head_dim, queries.of[0].span, 0, shared, nullptr,
                     work.sums);
+    if (amx) configure_attention_tiles(heads);
   }
   for (int r = 0; r < rows; r++) {
     const Query& query = queries.of[r];

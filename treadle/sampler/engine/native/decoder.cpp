@@ -202,7 +202,6 @@ class Decoder {
         });
       }
       finish(kAttend);
-      if (amx_) configure_attention_tiles();
       phase->each(thread, [&](int item) {
         attend_pack(layer, index, call, item, work);
         stream.fetch(4096, lead_);

@@ -18,6 +18,8 @@ namespace treadle {
 
 constexpr int kPositions = 16;  // of a block
 
+inline int blocks_of(int positions) { return (positions + kPositions - 1) / kPositions; }
+
 struct Cache {
   bf16* k = nullptr;
   bf16* v = nullptr;
@@ -65,7 +67,7 @@ struct Span {
 
   const bf16* keys(int block) const { return k + block_step * table[block]; }
   const bf16* values(int block) const { return v + block_step * table[block]; }
-  int blocks() const { return (context + kPositions - 1) / kPositions; }
+  int blocks() const { return blocks_of(context); }
   int full_blocks() const { return context / kPositions; }
   int last() const { return (context - 1) % kPositions; }  // position in the last block
 
