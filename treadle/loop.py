@@ -37,6 +37,7 @@ from treadle.errors import ContractError, DataError, HarnessError, RewardError
 from treadle.evals.evaluate import evaluate, questions
 from treadle.evals.visible import one_line
 from treadle.harness import Harness
+from treadle.machine import Heap
 from treadle.models.policy import Policy
 from treadle.render import Renderer
 from treadle.rollout import alarms, group_metrics, run_group
@@ -131,6 +132,7 @@ class Controller:
         self._state = _State()
         self._changed = asyncio.Condition()
         self._engine_stats = parts.engine.stats()
+        self._heap = Heap()
 
     # ------------------------------------------------------------------ life
 
@@ -334,6 +336,7 @@ class Controller:
             if step % self.config.store.checkpoint_every == 0 or step == self.config.steps:
                 await self._save(step)
             await self._publish(step)
+            await asyncio.to_thread(self._heap.release)
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
             for alarm in alarms([group for group, _ in recent]):
