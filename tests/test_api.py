@@ -84,3 +84,63 @@ def test_a_reward_is_known_by_its_code():
     assert reward_provenance(letters, config) == reward_provenance(letters, config)
     one, two = (lambda t: 1.0), (lambda t: 2.0)
     assert reward_provenance(one, config).sha256 != reward_provenance(two, config).sha256
+
+
+def test_a_path_and_a_single_setting_are_taken_as_they_are(tasks, tmp_path):  # noqa: F811
+    config = small(tasks, steps=3)
+    run = td.train(
+        tasks=tasks, reward=letters, config=config, settings="steps=1", run_dir=tmp_path / "run"
+    )
+    with run.store() as store:
+        assert store.config().steps == 1
+        assert store.config().tasks[0].source == f"jsonl:{tasks}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "hint"),
+    [
+        ({"steps": "3"}, "`steps` must be an integer, got '3'", "without the quotes: 3"),
+        ({"steps": 2.5}, "`steps` must be an integer, got 2.5", ""),
+        ({"steps": 0}, "`steps` must be >= 1, got 0", ""),
+        ({"model": 5}, "`model.name` must be text, got 5", ""),
+        ({"reward": 5}, "`reward` is not a function: 5", "a function of one trajectory"),
+        ({"reward": lambda: 1.0}, "`reward` cannot be called with one trajectory", "one trajecto"),
+        ({"tasks": 5}, "`tasks` cannot be 5", "a path to a JSONL file"),
+        ({"tasks": [5]}, "`tasks` cannot be 5", "a path to a JSONL file"),
+        ({"tasks": {"source": "x"}}, "`tasks` cannot be {'source': 'x'}", "a path to a JSONL file"),
+        ({"settings": 5}, "`settings` cannot be 5", "learn.lr=1e-4"),
+        ({"settings": {"steps": 3}}, "`settings` cannot be {'steps': 3}", "learn.lr=1e-4"),
+        ({"settings": [5]}, "`settings` cannot be 5", "learn.lr=1e-4"),
+        ({"settings": "steps"}, "`steps` is not an assignment", "--set"),
+        ({"config": {"steps": 3}}, "`config` cannot be {'steps': 3}", "td.RunConfig"),
+        ({"run_dir": 5}, "`run_dir` cannot be 5", "a path"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named_before_anything_runs(
+    tasks,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    changes,
+    says,
+    hint,
+):
+    monkeypatch.chdir(tmp_path)
+    given = {"tasks": str(tasks), "reward": letters, "config": small(tasks), "run_dir": "run"}
+    with pytest.raises(ConfigError) as caught:
+        td.train(**given | changes)
+    assert says in caught.value.message
+    assert hint in caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_task_sets_may_be_paths_and_configs(tasks, tmp_path):  # noqa: F811
+    other = tmp_path / "more.jsonl"
+    other.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    run = td.train(
+        tasks=[other, td.TasksConfig(source=f"jsonl:{tasks}")],
+        reward=letters,
+        config=small(tasks, steps=1),
+        run_dir=tmp_path / "run",
+    )
+    with run.store() as store:
+        assert [t.source for t in store.config().tasks] == [f"jsonl:{other}", f"jsonl:{tasks}"]

@@ -78,3 +78,18 @@ def test_an_interrupted_cell_cancels_the_coroutine_and_waits_for_its_clean_up() 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())
     assert seen == ["cleaned up"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_what_would_only_end_a_thread_reaches_the_caller(error: BaseException) -> None:
+    def leave() -> None:
+        raise error
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+            await asyncio.wait_for(in_thread(leave), 20.0)
+        assert caught.value.__cause__ is error
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            await within(20.0, "x", leave)
+
+    asyncio.run(main())

@@ -21,9 +21,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -45,14 +44,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RewardFunction = Callable[[Trajectory], "float | Mapping[str, float]"]
+_Value = float | Mapping[str, float]
+
+Tasks = str | Path | TasksConfig
+
+_TASKS_HINT = 'a path to a JSONL file, "reasoning_gym:FAMILY", or td.TasksConfig(source=...)'
+
+RewardFunction = Callable[[Trajectory], _Value | Awaitable[_Value]]
 
 
 def reward(function: RewardFunction) -> RewardFunction:
     """Mark a function of a trajectory as a reward; it runs in a killable worker process.
 
-    It returns a number (finite), or a mapping with "score" and named parts. Raising, returning
-    None or not finishing leaves the trajectory unscored, which is not 0.
+    It returns a number (finite), or a mapping with "score" and named parts; it may be async.
+    Raising, returning None or not finishing leaves the trajectory unscored, which is not 0.
     """
     if not callable(function):
         raise ConfigError(f"@td.reward marks a function, got {function!r}")
@@ -62,44 +67,45 @@ def reward(function: RewardFunction) -> RewardFunction:
 def train(
     *,
     model: str | None = None,
-    tasks: str | TasksConfig | Sequence[TasksConfig],
+    tasks: Tasks | Sequence[Tasks],
     reward: RewardFunction | str | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     config: RunConfig | None = None,
-    settings: Sequence[str] = (),
+    settings: str | Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Run:
     """Train a model on tasks and return the finished run.
 
     Args:
         model: a known name, a Hugging Face directory, or a hub id; None = as in `config`.
-        tasks: a path to a JSONL file, "reasoning_gym:FAMILY", or TasksConfigs.
+        tasks: a path to a JSONL file, "reasoning_gym:FAMILY", or a TasksConfig; or several.
         reward: what trains; None = the task set's own strict score.
         run_dir: None = runs/{config.name}.
         resume: go on with the run in `run_dir`.
         steps: in all, those of an earlier session included; None = as in `config`.
         config: everything not named here; None = the defaults, or on resume what the run
             began with. `config.model.lora = None` trains every parameter.
-        settings: `a.b=c` overrides, applied last.
+        settings: `a.b=c` overrides, one or several, applied last.
         observer: called as (kind, data) on the event loop.
 
     Raises a TreadleError of the stage that failed; the store keeps everything until then.
     """
+    _expect("run_dir", run_dir, str | Path | None, "a path, or None for runs/{name}")
+    _expect("config", config, RunConfig | None, "e.g. td.RunConfig(steps=3)")
     base = config or RunConfig()
     if resume and config is None:
         with Store.open(_directory(run_dir, base), readonly=True) as store:
             base = store.config()
-    sets = (tasks,) if isinstance(tasks, str | TasksConfig) else tuple(tasks)
     named = reward if isinstance(reward, str) else None
-    resolved = replace(
+    sets = [_tasks_config(t, named) for t in _several("tasks", tasks, Tasks, _TASKS_HINT)]
+    given = {"steps": steps, "model.name": model, "tasks": tuple(sets)}
+    resolved = override(
         base,
-        steps=base.steps if steps is None else steps,
-        model=base.model if model is None else replace(base.model, name=model),
-        tasks=tuple(_tasks_config(t, named) for t in sets),
+        _several("settings", settings, str, 'e.g. settings=["learn.lr=1e-4"]'),
+        {key: value for key, value in given.items() if value is not None},
     )
-    resolved = override(resolved, settings)
     directory = _directory(run_dir, resolved)
     run_config(
         resolved,
@@ -115,10 +121,24 @@ def _directory(run_dir: str | Path | None, config: RunConfig) -> Path:
     return Path(run_dir) if run_dir is not None else Path("runs") / config.name
 
 
-def _tasks_config(tasks: str | TasksConfig, reward: str | None) -> TasksConfig:
-    if isinstance(tasks, str):
-        source = tasks if ":" in tasks and not Path(tasks).exists() else f"jsonl:{tasks}"
-        tasks = TasksConfig(source=source)
+def _several(name: str, given: Any, kind: Any, hint: str) -> tuple[Any, ...]:
+    """One of a kind or a sequence of them, as a tuple."""
+    single = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
+    several = (given,) if single else tuple(given)
+    for each in several:
+        _expect(name, each, kind, hint)
+    return several
+
+
+def _expect(name: str, value: Any, kind: Any, hint: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"`{name}` cannot be {value!r}", hint=hint)
+
+
+def _tasks_config(tasks: Tasks, reward: str | None) -> TasksConfig:
+    if not isinstance(tasks, TasksConfig):
+        named = isinstance(tasks, str) and ":" in tasks and not Path(tasks).exists()
+        tasks = TasksConfig(source=str(tasks) if named else f"jsonl:{tasks}")
     return tasks if reward is None else replace(tasks, reward=reward)
 
 
@@ -166,6 +186,10 @@ def run_config(
     """
     tuning = machine.tune()
     from treadle.loop import Controller
+    from treadle.reward.graders import check_reward
+
+    if reward is not None:
+        check_reward(reward, "`reward`")
 
     if not config.tasks:
         raise ConfigError(
@@ -304,19 +328,11 @@ def check_provenance(stored: Mapping[str, Provenance], now: Mapping[str, Provena
 
 def reward_provenance(reward: RewardFunction | None, config: RunConfig) -> Provenance:
     """Which reward trains: the config's names, or a function by its name and code."""
+    from treadle.reward.fingerprint import fingerprint, name_in_module
+
     if reward is None:
         return Provenance(source=", ".join(t.reward for t in config.tasks), license="")
-    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', repr(reward))}"
-    code = getattr(reward, "__code__", None)
-    if code is None:
-        return Provenance(source=name, license="")
-    text = f"{code.co_code!r} {code.co_names} {code.co_varnames} {_constants(code.co_consts)}"
-    return Provenance(source=name, license="", sha256=sha256(text.encode()).hexdigest())
-
-
-def _constants(constants: Sequence[object]) -> list[str]:
-    """Nested functions by their name: the text of a code object holds its address."""
-    return [getattr(c, "co_name", None) or repr(c) for c in constants]
+    return Provenance(source=name_in_module(reward), license="", sha256=fingerprint(reward))
 
 
 @contextlib.asynccontextmanager

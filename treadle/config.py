@@ -18,12 +18,13 @@ Takes: a recipe's RunConfig and `--set a.b=c` strings. Gives: a checked RunConfi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -231,14 +232,19 @@ def _require(ok: bool, key: str, value: object, rule: str) -> None:
 # --------------------------------------------------------------------------- override
 
 
-def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
-    """Apply `a.b=c` strings in order. `tasks.0.ratio=2` reaches into a tuple.
+def override(
+    config: RunConfig, assignments: Sequence[str], values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Apply `values` by dotted key, then `a.b=c` strings in order.
 
-    Values are read as JSON where they parse as JSON, else as text; then checked against the
-    field's type. Raises ConfigError naming key, value, and the nearest known key. Cross-field
-    checks see all assignments at once, so their order does not matter.
+    `tasks.0.ratio=2` reaches into a tuple. Strings are read as JSON where they parse as JSON,
+    else as text. All is then checked against the field's type. Raises ConfigError naming key,
+    value, and the nearest known key. Cross-field checks see all assignments at once, so their
+    order does not matter.
     """
     tree = to_dict(config)
+    for key, value in (values or {}).items():
+        _assign(tree, key, to_dict(value), origin=key)
     for assignment in assignments:
         key, eq, text = assignment.partition("=")
         if not eq:
@@ -402,7 +408,19 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             return value
         if option in (str, bool) and isinstance(value, option):
             return value
-    raise ConfigError(f"`{key}` must be {_describe(kind)}, got {value!r}")
+    raise ConfigError(
+        f"`{key}` must be {_describe(kind)}, got {value!r}", hint=_unquoted(kind, value, key)
+    )
+
+
+def _unquoted(kind: Any, value: Any, key: str) -> str:
+    """A hint where a text holds what is wanted."""
+    if not isinstance(value, str) or isinstance(_parse(value), str):
+        return ""
+    with contextlib.suppress(ConfigError):
+        _convert(kind, _parse(value), key)
+        return f"without the quotes: {value}"
+    return ""
 
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}

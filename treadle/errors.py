@@ -137,18 +137,26 @@ def boundary(cls: type[TreadleError], where: str) -> Generator[None, None, None]
     except TreadleError:
         raise
     except Exception as error:
-        raise cls(f"{where}: {type(error).__name__}: {error}") from error
+        raise cls(f"{where}: {type(error).__name__}: {said(error)}") from error
 
 
 def record(error: BaseException, where: str) -> ErrorRecord:
     """The record of an error for the store; the cause keeps at most the last 2,000 characters."""
     cause = error.__cause__ or (None if isinstance(error, TreadleError) else error)
     lines = "".join(traceback.format_exception(cause))[-2000:] if cause is not None else ""
-    message = error.message if isinstance(error, TreadleError) else str(error)
+    message = error.message if isinstance(error, TreadleError) else said(error)
     hint = error.hint if isinstance(error, TreadleError) else ""
     return ErrorRecord(
         kind=type(error).__name__, where=where, message=message, hint=hint, cause=lines
     )
+
+
+def said(error: BaseException) -> str:
+    """`str(error)`, also of an exception whose own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text cannot be made: {type(broken).__name__})"
 
 
 def first_of(error: BaseException) -> BaseException:

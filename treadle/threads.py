@@ -17,14 +17,18 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from treadle.errors import ContractError
+from treadle.errors import ContractError, said
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function` in a daemon thread of its own; raises what it raises."""
+    """Run `function` in a daemon thread of its own; raises what it raises.
+
+    What only ends a thread or a loop there (SystemExit, KeyboardInterrupt, StopIteration) arrives
+    as a RuntimeError with that as its cause: the caller is neither of the two.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -40,15 +44,21 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {stop}")
-        except Exception as caught:
-            error = caught
+        except BaseException as caught:
+            error = _carried(caught)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
             loop.call_soon_threadsafe(deliver, result, error)
 
     threading.Thread(target=work, daemon=True, name=f"in_thread {function!r}").start()
     return await future
+
+
+def _carried(error: BaseException) -> Exception:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    carried = RuntimeError(f"{type(error).__name__}: {said(error)}")
+    carried.__cause__ = error
+    return carried
 
 
 async def within(

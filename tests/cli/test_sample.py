@@ -85,3 +85,12 @@ def test_mistakes_exit_2(treadle, trained, argv, says) -> None:
     done = treadle("sample", *argv)
     assert done.code == 2
     assert says in done.err
+
+
+def test_bytes_that_are_no_text_are_answered(treadle, trained, monkeypatch) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\nhello\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", piped)
+    done = treadle("sample", trained)
+    assert done.code == 0, done.err
+    assert treadle("sample", trained, "\udcff").code == 0, "an argument, as the system decodes it"
+    assert treadle("sample", trained, "hi", "--system", "\udcff").code == 0

@@ -336,3 +336,39 @@ def test_without_tools_their_syntax_is_ordinary_text() -> None:
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     said = r.parse(encode(r, text), tools=False)
     assert said.content == text and said.tool_calls == ()
+
+
+@pytest.mark.parametrize("template", ALL)
+def test_a_lone_surrogate_anywhere_is_rendered_as_the_replacement_character(template: str) -> None:
+    """Tokenizers refuse it, and what refuses a text leaves its author unscored."""
+    r = made(ALL[template])
+    assert "x\ufffd y\ufffd" in r.template.decode(r.prompt([user("x\ud83d y\udcff")]))
+
+
+def test_a_lone_surrogate_in_a_later_turn_is_rendered_too() -> None:
+    r = made()
+    before = (*r.prompt([user("a")]), *encode(r, "b"), r.stop_ids[0])
+    history = [user("a"), assistant("b")]
+    extended = r.extend(before, [user("x\ud83d y\udcff")], history=history)
+    assert "x\ufffd y\ufffd" in r.template.decode(extended[len(before) :])
+
+
+def test_a_lone_surrogate_in_a_call_a_result_a_thought_and_a_tool_is_rendered() -> None:
+    r = made(TOOLS)
+    spec = {
+        "type": "function",
+        "function": {**ADD["function"], "description": "Adds \ud800."},  # type: ignore[dict-item]
+    }
+    call = ToolCall(id="call00000", name="ad\ud83d", arguments='{"a\udfff": "\ud800"}')
+    conversation = [
+        user("go"),
+        assistant("", reasoning="hm \ud800", tool_calls=(call,)),
+        Message(role="tool", content="no tool ad\ud83d", name="ad\ud83d", tool_call_id=call.id),
+    ]
+    text = r.template.decode(r.prompt(conversation, [spec]))
+    assert "ad\ufffd" in text and "no tool ad\ufffd" in text and "Adds \ufffd." in text
+
+
+def test_a_pair_of_surrogates_that_json_joins_stays_its_character() -> None:
+    r = made()
+    assert "\U0001f600" in r.template.decode(r.prompt([user("\U0001f600")]))

@@ -103,6 +103,44 @@ def test_a_function_that_returns_parts_cannot_rename_the_sets_scores(
         grader_of(TasksConfig(source=poems.source), 0)(make("a rose", task))
 
 
+def test_an_async_function_is_a_reward_by_name_too(
+    config: TasksConfig, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "async_rewards_for_test.py").write_text(
+        "import asyncio\n"
+        "async def number(t):\n    await asyncio.sleep(0)\n    return 0.5\n"
+        "async def parts(t): return {'score': 0.75, 'brevity': 0.5}\n"
+        "class Judge:\n    async def __call__(self, t): return 0.25\n"
+        "judge = Judge()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = open_taskset(config, 0).task(0)
+    with GraderPool(workers=1) as pool:
+
+        def graded(name: str) -> Reward:
+            grader = grader_of(with_reward(config, f"async_rewards_for_test:{name}"), 0)
+            return pool.score_sync(grader, make("no", task), 20.0)
+
+        assert graded("number") == Reward(value=0.5, parts={"score": 0.0, "lenient": 0.0})
+        assert graded("judge").value == 0.25
+        assert graded("parts") == Reward(
+            value=0.75, parts={"score": 0.0, "lenient": 0.0, "brevity": 0.5}
+        )
+
+
+def test_a_function_that_takes_no_trajectory_is_found_before_the_run(
+    config: TasksConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_rewards_for_test.py").write_text(
+        "def none(): return 1.0\ndef two(t, gold): return 1.0\ndef kept(t, *, w=1.0): return w\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("none", "two"):
+        with pytest.raises(ConfigError, match="cannot be called with one trajectory"):
+            grader_of(with_reward(config, f"odd_rewards_for_test:{name}"), 0)
+    grader_of(with_reward(config, "odd_rewards_for_test:kept"), 0)
+
+
 def test_a_wrong_reward_name_is_found_before_the_run(config: TasksConfig) -> None:
     with pytest.raises(
         ConfigError, match=r"`tasks.0.reward` is `scor`\nhint: did you mean `score`"

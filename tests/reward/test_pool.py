@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -65,6 +66,79 @@ def segfault(trajectory: Trajectory) -> float:
 
 def two_sleepers(trajectory: Trajectory) -> float:
     subprocess.run(["sh", "-c", "sleep 1000 & sleep 1000"], check=False)
+    return 1.0
+
+
+def fork_and_return(trajectory: Trajectory) -> float:
+    """The child comes back too, and does so while the parent waits for it."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return float(trajectory.answer)
+
+
+def fork_and_raise(trajectory: Trajectory) -> float:
+    child = os.fork()
+    if not child:
+        raise ValueError("the child")
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + float(trajectory.answer)
+
+
+def fork_and_exit(trajectory: Trajectory) -> float:
+    child = os.fork()
+    if not child:
+        sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + float(trajectory.answer)
+
+
+async def fork_and_return_later(trajectory: Trajectory) -> float:
+    return fork_and_return(trajectory)
+
+
+def fork_and_leave(trajectory: Trajectory) -> float:
+    if not os.fork():
+        time.sleep(1_000)
+    os._exit(3)
+
+
+def forge(trajectory: Trajectory) -> float:
+    """Writes a "done" of its own where the replies go."""
+    from treadle.reward.frames import HEADER
+
+    body = b'{"nonce": "mine", "event": "done", "value": 1.0}'
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, HEADER.pack(len(body)) + body)
+        except OSError:
+            continue
+    return 1.0
+
+
+def scrawl(trajectory: Trajectory) -> float:
+    from treadle.reward.frames import HEADER
+
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, HEADER.pack(5) + b"hello")
+        except OSError:
+            continue
+    return 1.0
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def unspeakable(trajectory: Trajectory) -> float:
+    raise Unspeakable
+
+
+def close_the_streams(trajectory: Trajectory) -> float:
+    sys.stdout.close()
+    sys.stderr.close()
     return 1.0
 
 
@@ -442,3 +516,55 @@ def test_importing_the_room_needs_no_torch() -> None:
     code = "import sys, treadle.reward, treadle.reward.worker, treadle.tools, treadle.tasks\n"
     code += "assert not {'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("fork", "added"),
+    [(fork_and_return, 0), (fork_and_return_later, 0), (fork_and_raise, 1), (fork_and_exit, 3)],
+)
+def test_a_grader_that_forks_scores_its_own_trajectory(
+    pool: GraderPool, make: Make, fork: Callable[..., Any], added: int
+) -> None:
+    """The child ends where it comes back, with the status the interpreter would give it."""
+    started = pool.stats.get("workers_started", 0) or 1
+    for i in range(6):
+        reward = pool.score_sync(fork, make(str(i)), LIMIT_S)
+        assert reward.value == i + added, reward.error
+    assert pool.stats["workers_started"] == started
+
+
+def test_a_forked_child_does_not_hide_the_end_of_its_worker_nor_outlive_it(make: Make) -> None:
+    with GraderPool(workers=1) as pool:
+        assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
+        pids = list(pool.pids)
+        reward = pool.score_sync(fork_and_leave, make(), 600.0)
+        assert reward.error is not None
+        assert "ended its worker (exit code 3)" in reward.error.message
+        assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("write", "says"), [(forge, "the `done` of another call"), (scrawl, "which is no reply")]
+)
+def test_a_frame_of_no_or_another_call_is_never_a_reward(
+    make: Make, write: Callable[..., Any], says: str
+) -> None:
+    with GraderPool(workers=1) as pool:
+        reward = pool.score_sync(write, make(), LIMIT_S)
+        assert reward.value is None and reward.error is not None
+        assert says in reward.error.message
+        assert pool.score_sync(exact, make("no"), LIMIT_S).value == 0.0
+        assert pool.stats["workers_started"] == 2
+
+
+def test_an_exception_without_words_and_closed_streams_do_not_end_a_worker(
+    pool: GraderPool, make: Make
+) -> None:
+    pool.score_sync(exact, make(), LIMIT_S)
+    crashes = pool.stats.get("crashes", 0)
+    reward = pool.score_sync(unspeakable, make(), LIMIT_S)
+    assert reward.error is not None
+    assert "raised Unspeakable: (its text cannot be made: RuntimeError)" in reward.error.message
+    assert pool.score_sync(close_the_streams, make(), LIMIT_S).value == 1.0
+    assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
+    assert pool.stats.get("crashes", 0) == crashes

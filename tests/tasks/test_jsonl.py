@@ -117,6 +117,11 @@ def test_a_dated_split_needs_a_date_in_every_row(write: Write) -> None:
         ('{"prompt": null}', r"tasks.jsonl:2: `prompt` must be text, got NoneType None"),
         ('{"prompt": "a", "answer": ["b"]}', r"tasks.jsonl:2: `answer` must be text, got list"),
         ('{"prompt": "a", "answer": NaN}', r"tasks.jsonl:2: not JSON: NaN"),
+        ('{"prompt": "a", "answer": 1e999}', r"tasks.jsonl:2: not JSON: 1e999 is beyond the larg"),
+        ('{"prompt": "a", "data": [-1e400]}', r"tasks.jsonl:2: not JSON: -1e400 is beyond the la"),
+        (r'{"prompt": "a\ud800b"}', r"tasks.jsonl:2: \\ud800 is half of a surrogate pair"),
+        (r'{"prompt": "a", "x": {"\uDFFF": 1}}', r"tasks.jsonl:2: \\udfff is half of a surro"),
+        (r'{"messages": [{"role": "user", "content": "\udc00\ud83d"}]}', r":2: \\udc00 is half"),
         ('{"prompt": "a", "answer": true}', r"tasks.jsonl:2: `answer` must be text, got bool"),
         ('{"prompt": "a", "split": "validation"}', r"tasks.jsonl:2: unknown split `validation`"),
         ('{"prompt": "a", "date": "soon"}', r"tasks.jsonl:2: 'soon' is not a date"),
@@ -211,3 +216,10 @@ def test_grading_does_not_read_the_file(write: Write, tmp_path: Path) -> None:
     task = Jsonl(write({"prompt": "a", "answer": "b", "split": "train"})).task(0)
     away = Jsonl(tmp_path / "absent.jsonl", for_grading=True)
     assert away.grade(task, "b")["score"] == 1.0
+
+
+def test_escapes_of_whole_characters_and_of_backslashes_are_read(write: Write) -> None:
+    rows = Jsonl(write(r'{"prompt": "\ud83d\ude00 \\ud800", "answer": 1e30, "split": "train"}'))
+    task = rows.task(0)
+    assert task.messages[0].content == "\U0001f600 \\ud800"
+    assert task.data["answer"] == "1e+30"

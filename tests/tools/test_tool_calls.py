@@ -127,6 +127,52 @@ def test_results_that_are_no_text_become_json_or_their_description() -> None:
     assert call(tool(accents), "").text == '["\u00e9"]'
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_cannot_be_put_into_words_is_an_error_text_at_once(asynchronous: bool) -> None:
+    def wordless() -> None:
+        raise Unspeakable
+
+    def result() -> Any:
+        return type("Odd", (), {"__str__": lambda self: 1 / 0})()
+
+    def nested() -> Any:
+        value: list[Any] = []
+        for _ in range(100_000):
+            value = [value]
+        return value
+
+    def made(fn: Any) -> Tool:
+        async def later() -> Any:
+            return fn()
+
+        return tool(later if asynchronous else fn, name=fn.__name__)
+
+    texts = {
+        wordless: "raised Unspeakable: (its text cannot be made: RuntimeError)",
+        result: "raised ZeroDivisionError: division by zero",
+        nested: "raised RecursionError",
+    }
+    for fn, text in texts.items():
+        answer = call(made(fn), "")
+        assert answer.kind == "raised"
+        assert answer.text.startswith(f"error: {fn.__name__} {text}")
+
+
+def test_a_result_that_takes_long_to_become_text_meets_the_limit() -> None:
+    release = threading.Event()
+
+    def slow() -> Any:
+        return type("Slow", (), {"__str__": lambda self: str(release.wait(30))})()
+
+    assert call(tool(slow, limit_s=0.05), "").kind == "timeout"
+    release.set()
+
+
 def test_a_tool_that_hangs_times_out_while_others_go_on() -> None:
     release = threading.Event()
 

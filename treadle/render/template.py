@@ -5,6 +5,7 @@ Guarantees:
   on BOS, so there is never a second one;
 - a special token spelt out inside a message (a tool result that says "<|im_end|>") becomes
   ordinary text tokens and cannot end a turn or open another;
+- a lone surrogate, which is no text and which tokenizers refuse, is rendered as U+FFFD;
 - a message that the template would lose (tool calls, tool results, tools) is written as text in
   the form of `text_tools` instead; what cannot be shown at all raises.
 
@@ -46,6 +47,8 @@ PROBE_CALL = ToolCall(id="call00000", name="probe_tool", arguments='{"value": 47
 
 _BREAK = "\ufdd0"
 """A Unicode noncharacter, never valid in text: marks where encoding must not join characters."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _TAGS = {
     f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
@@ -109,13 +112,14 @@ class Template:
         with boundary(DataError, f"the chat template refused messages with roles {roles}"):
             text = self.tokenizer.apply_chat_template(
                 [self._as_dict(m) for m in messages],
-                tools=[dict(t) for t in tools] or None,
+                tools=[self._defuse(dict(t)) for t in tools] or None,
                 tokenize=False,
                 add_generation_prompt=generation,
             )
         assert isinstance(text, str)
-        lost = [c.name for m in messages for c in m.tool_calls if c.name not in text]
-        lost += [t["function"]["name"] for t in tools if t["function"]["name"] not in text]
+        names = [c.name for m in messages for c in m.tool_calls]
+        names += [t["function"]["name"] for t in tools]
+        lost = [name for name in names if self._defuse(name) not in text]
         if lost:
             raise DataError(
                 f"the chat template shows no trace of {', '.join(f'`{n}`' for n in lost)} "
@@ -157,7 +161,7 @@ class Template:
         with boundary(DataError, "chat template"):
             encoded: Any = self.tokenizer.apply_chat_template(
                 [self._as_dict(m) for m in messages],
-                tools=[dict(t) for t in tools] or None,
+                tools=[self._defuse(dict(t)) for t in tools] or None,
                 tokenize=True,
                 return_dict=True,
                 add_generation_prompt=generation,
@@ -204,9 +208,9 @@ class Template:
         return {"type": "function", "function": function, "id": call.id}
 
     def _defuse(self, value: Any) -> Any:
-        """Break up special tokens that are spelt out in text that came from outside."""
+        """Text that came from outside: special tokens broken up, lone surrogates replaced."""
         if isinstance(value, str):
-            clean = value.replace(_BREAK, "")
+            clean = _LONE_SURROGATE.sub("\ufffd", value.replace(_BREAK, ""))
             return self._control.sub(lambda m: _BREAK.join(m[0]), clean)
         if isinstance(value, dict):
             return {self._defuse(k): self._defuse(v) for k, v in value.items()}

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ class TasksetGrader:
     """Grades trajectories of the configured task sets, by `trajectory.task.taskset`.
 
     Call it with a Trajectory: it gives the task set's named scores ("score" is the strict one,
-    "lenient" and "partial" where they exist) and, as "reward", what the config trains on.
+    "lenient" and "partial" where they exist) and, as "reward", what the config trains on; where
+    that is an async function, an awaitable of them.
     """
 
     configs: tuple[str, ...]
@@ -50,7 +52,7 @@ class TasksetGrader:
         for config, name in zip(self.configs, self.names, strict=True):
             _opened(config, name, self.seed)
 
-    def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
+    def __call__(self, trajectory: Trajectory) -> dict[str, Any] | Awaitable[dict[str, Any]]:
         """Raises RewardError: an unknown task set, no such score, a score out of [0, 1]."""
         name = trajectory.task.taskset
         if name not in self.names:
@@ -70,10 +72,7 @@ class TasksetGrader:
             return {**scores, "reward": scores[own]}
         seen = dataclasses.replace(trajectory, reward=Reward(value=None, parts=scores))
         value = import_object(reward, "tasks.reward")(seen)
-        if isinstance(value, Mapping):
-            # The set's own scores keep their names, whatever the function calls its parts.
-            return {"reward": value.get("score"), **value, **scores}
-        return {**scores, "reward": value}
+        return _later(value, scores) if inspect.isawaitable(value) else _joined(value, scores)
 
 
 def grader_of(
@@ -88,7 +87,7 @@ def grader_of(
     function gets the trajectory with the task set's own scores in `trajectory.reward.parts`.
 
     Raises:
-        ConfigError: a reward that cannot be imported or is not callable.
+        ConfigError: a reward that cannot be imported or called with a trajectory.
     """
     cfgs = (cfgs,) if isinstance(cfgs, TasksConfig) else tuple(cfgs)
     for i, cfg in enumerate(cfgs):
@@ -99,10 +98,38 @@ def grader_of(
                 f"`tasks.{i}.reward` is `{cfg.reward}`",
                 hint=f"{did_you_mean(cfg.reward, OWN_REWARDS)} or a module:function",
             )
-        if not callable(import_object(cfg.reward, f"tasks.{i}.reward")):
-            raise ConfigError(f"`tasks.{i}.reward`: `{cfg.reward}` is not a function")
+        function = import_object(cfg.reward, f"tasks.{i}.reward")
+        check_reward(function, f"`tasks.{i}.reward`: `{cfg.reward}`")
     configs = tuple(json.dumps(to_dict(cfg), sort_keys=True, default=str) for cfg in cfgs)
     return TasksetGrader(configs, names_of(cfgs), seed, strict)
+
+
+def check_reward(function: Any, what: str) -> None:
+    """Raises ConfigError, naming `what`, unless `function` can be called with one trajectory."""
+    hint = "a reward is a function of one trajectory that returns a number"
+    if not callable(function):
+        raise ConfigError(f"{what} is not a function: {function!r}", hint=hint)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} cannot be called with one trajectory: {error}; it takes {signature}", hint=hint
+        ) from None
+
+
+def _joined(value: Any, scores: Mapping[str, Any]) -> dict[str, Any]:
+    """The set's own scores keep their names, whatever the function calls its parts."""
+    if isinstance(value, Mapping):
+        return {"reward": value.get("score"), **value, **scores}
+    return {**scores, "reward": value}
+
+
+async def _later(value: Awaitable[Any], scores: Mapping[str, Any]) -> dict[str, Any]:
+    return _joined(await value, scores)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,9 @@ Guarantees, for every call:
 - what goes wrong with a grader (it raises, hangs, exits, crashes, returns no finite number) leaves
   that one trajectory *unscored*, with the cause; it is never a 0 and never ends another call;
 - the caller's event loop is never blocked, no signal is used here, and any loop may call;
-- a worker that is ended takes the processes it started with it, and none is left after `close`.
+- a worker that is ended takes the processes it started with it, and none is left after `close`;
+- a reply counts for the very call that it answers: each call has a nonce, and a worker whose frames
+  do not fit is replaced.
 
 A grader sees a copy of the trajectory, in another process: it cannot change ours. It is trusted
 code, though, with the rights of this user: text of a model that it *executes* needs a sandbox.
@@ -24,6 +26,7 @@ import json
 import os
 import pickle
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -202,7 +205,9 @@ class _Slot:
             trajectory = pickle.dumps(call.trajectory)
         except Exception as error:
             return failed(call.name, f"cannot be sent to a worker: {error!r}", error)
+        nonce = secrets.token_hex(8)
         request = {
+            "nonce": nonce,
             "key": key,
             "function": function,
             "path": [os.path.abspath(p) for p in sys.path],
@@ -213,10 +218,10 @@ class _Slot:
         try:
             deadline = time.monotonic() + SETUP_LIMIT_S
             worker.pipes.send(pickle.dumps(request), deadline)
-            reply = json.loads(worker.pipes.receive(deadline))
+            reply = _reply(worker, nonce, deadline, "started", "unloaded")
             if reply["event"] == "started":
                 started = True
-                reply = json.loads(worker.pipes.receive(time.monotonic() + call.limit_s))
+                reply = _reply(worker, nonce, time.monotonic() + call.limit_s, "done")
         except TimeoutError:
             self._discard()
             if self._stopping:
@@ -235,6 +240,16 @@ class _Slot:
                 call.name,
                 f"ended its worker ({how})",
                 hint=f"the last it printed: {printed}" if printed else "",
+            )
+        except _Misfit as error:
+            self._discard()
+            if self._stopping:
+                return _closed(call)
+            self.stats["crashes"] += 1
+            return failed(
+                call.name,
+                f"was answered with {error}; its worker was ended",
+                hint="does a grader write to files that it did not open?",
             )
         return reward_of(call.name, reply)
 
@@ -262,6 +277,25 @@ class _Slot:
                 self._pickles.popitem(last=False)
         self._pickles.move_to_end(id(fn))
         return self._pickles[id(fn)][1:]
+
+
+class _Misfit(Exception):
+    """A frame that is no answer to the call in progress."""
+
+
+def _reply(worker: Worker, nonce: str, deadline: float, *events: str) -> dict[str, Any]:
+    """The next frame. Raises _Misfit: it is of another call, or none of `events` is due."""
+    frame = worker.pipes.receive(deadline)
+    try:
+        reply = json.loads(frame)
+        sent, event = reply["nonce"], reply["event"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise _Misfit(f"{frame[:60]!r}, which is no reply") from None
+    if sent != nonce:
+        raise _Misfit(f"the `{event}` of another call")
+    if event not in events:
+        raise _Misfit(f"`{event}` where {' or '.join(f'`{e}`' for e in events)} was due")
+    return reply
 
 
 def name_of(fn: Callable[..., Any]) -> str:

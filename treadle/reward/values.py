@@ -31,14 +31,14 @@ def reward_of(name: str, reply: Mapping[str, Any]) -> Reward:
     and numbers beyond MAX_ABS_REWARD are unscored.
     """
     if "raised" in reply:
-        when = "could not be loaded in a worker" if reply.get("unloaded") else "raised"
+        when = "could not be loaded in a worker:" if reply["event"] == "unloaded" else "raised"
         said = f"{reply['raised']}: {reply['message']}" if reply["message"] else reply["raised"]
         return Reward(
             value=None,
             error=ErrorRecord(
                 kind="RewardError",
                 where=f"reward {name}",
-                message=f"reward {name} {when}{':' if reply.get('unloaded') else ''} {said}",
+                message=f"reward {name} {when} {said}",
                 hint=reply["hint"],
                 cause=reply["cause"],
             ),

@@ -4,7 +4,8 @@
 
 Guarantees: whatever user code prints cannot reach the frames (standard output is moved away
 before any of it runs); what it returns goes back as JSON, so that the parent never unpickles
-anything a grader made; the process ends with its parent.
+anything a grader made; the process ends with its parent. A process that user code forks has no
+end of the frames, and ends where it comes back from user code.
 
 Takes: pickled calls on standard input (from our own parent). Gives: JSON frames.
 """
@@ -12,6 +13,7 @@ Takes: pickled calls on standard input (from our own parent). Gives: JSON frames
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import math
@@ -27,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-from treadle.errors import TreadleError
+from treadle.errors import TreadleError, said
 from treadle.reward.frames import HEADER
 
 MAX_FUNCTIONS = 64
@@ -39,14 +41,20 @@ GRACE_S = 5
 
 def main() -> None:
     """Serve calls until the parent closes the pipe."""
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    replies = _Replies(os.dup(1))
     os.dup2(2, 1)
-    os.set_inheritable(replies.fileno(), False)
     _prefer_to_be_killed()
     calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     requests = os.fdopen(os.dup(0), "rb")
-    null = os.open(os.devnull, os.O_RDONLY)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
+
+    def detach() -> None:
+        # A child that outlives this process must not keep the parent waiting for its end.
+        for fd in (replies.fd, requests.fileno()):
+            os.dup2(null, fd, inheritable=False)
+
+    os.register_at_fork(after_in_child=detach)
     threading.Thread(target=_listen, args=(requests, calls), daemon=True).start()
     functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
     while True:
@@ -66,8 +74,9 @@ def _listen(requests: BinaryIO, calls: queue.SimpleQueue[dict[str, Any]]) -> Non
 
 
 def _serve(
-    call: dict[str, Any], functions: OrderedDict[bytes, Callable[..., Any]], replies: BinaryIO
+    call: dict[str, Any], functions: OrderedDict[bytes, Callable[..., Any]], replies: _Replies
 ) -> None:
+    replies.nonce = call["nonce"]
     try:
         fn = _function(call, functions)
         trajectory = pickle.loads(call["trajectory"])
@@ -75,23 +84,25 @@ def _serve(
         if hasattr(fn, "prepare"):
             fn.prepare()  # type: ignore[attr-defined]
     except BaseException as error:
-        _send(replies, {"event": "done", "unloaded": True, **_failure(error)})
+        replies.send("unloaded", _failure(error), raised=error)
         return
-    _send(replies, {"event": "started"})
+    replies.send("started", {})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(call["limit_s"]) + GRACE_S)
+    raised = None
     try:
         value = fn(trajectory)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         answer = {"value": plain(value)}
     except BaseException as error:
-        answer = _failure(error)
+        raised, answer = error, _failure(error)
     signal.alarm(0)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
-    _send(replies, {"event": "done", **answer})
+            with contextlib.suppress(OSError, ValueError):  # user code closed it
+                stream.flush()
+    replies.send("done", answer, raised=raised)
 
 
 def _function(
@@ -136,17 +147,42 @@ def _failure(error: BaseException) -> dict[str, Any]:
     ours = isinstance(error, TreadleError)
     return {
         "raised": type(error).__name__,
-        "message": error.message if isinstance(error, TreadleError) else str(error)[:1000],
+        "message": error.message if isinstance(error, TreadleError) else said(error)[:1000],
         "hint": error.hint if isinstance(error, TreadleError) else "",
         "cause": "" if ours else "".join(traceback.format_exception(error))[-2000:],
     }
 
 
-def _send(replies: BinaryIO, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    data = memoryview(HEADER.pack(len(body)) + body)
-    while data:
-        data = data[replies.write(data) :]
+class _Replies:
+    """Our end of the frames; each carries the nonce of the call that it answers."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.nonce = ""
+        self._pid = os.getpid()
+
+    def send(
+        self, event: str, message: dict[str, Any], *, raised: BaseException | None = None
+    ) -> None:
+        """Write a frame; a forked child, back from user code by `raised`, ends here instead."""
+        if os.getpid() != self._pid:
+            os._exit(_status(raised))
+        body = json.dumps({"nonce": self.nonce, "event": event, **message}).encode()
+        data = memoryview(HEADER.pack(len(body)) + body)
+        while data:
+            data = data[os.write(self.fd, data) :]
+
+
+def _status(raised: BaseException | None) -> int:
+    """The exit status that the interpreter would have ended with."""
+    if raised is None:
+        return 0
+    if isinstance(raised, SystemExit):
+        return raised.code & 0xFF if isinstance(raised.code, int) else int(raised.code is not None)
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exception(raised)
+        sys.stderr.flush()
+    return 1
 
 
 def _prefer_to_be_killed() -> None:

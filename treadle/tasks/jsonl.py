@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,7 +248,10 @@ class Jsonl:
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     """One row, checked. Raises DataError that starts with `where`."""
     try:
-        fields = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
+        fields = json.loads(
+            raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite
+        )
+        half = _half_a_pair(raw, fields)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8: byte {error.start} is {raw[error.start]:#x}"
@@ -259,6 +263,11 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}: {_excerpt(raw)}") from None
+    if half:
+        raise DataError(
+            f"{where}: {half} is half of a surrogate pair, which is no text: {_excerpt(raw)}",
+            hint="was a text cut in the middle of a character? Write it anew, or drop the row",
+        )
     if not isinstance(fields, dict):
         raise DataError(
             f"{where}: a row must be an object, got {type(fields).__name__}: {_excerpt(raw)}",
@@ -334,6 +343,25 @@ def _text(fields: dict[str, Any]) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is beyond the largest number that can be held")
+    return value
+
+
+def _half_a_pair(raw: bytes, fields: Any) -> str:
+    """The first lone surrogate anywhere in a row, as its escape; empty when there is none."""
+    # The bytes are UTF-8, so that only an escape can make one.
+    if b"\\ud" not in raw.lower():
+        return ""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return ""
 
 
 def _excerpt(raw: bytes) -> str:

@@ -7,8 +7,9 @@
 
 Guarantees: whatever a model writes as arguments, a call returns a ToolResult and the rollout goes
 on: malformed, missing, unknown and wrong-typed arguments are an error text as that call's result
-and the function does not run; an exception of the function is one as well. Every call is bounded
-by `limit_s`, never blocks the event loop, and its text is capped.
+and the function does not run; an exception of the function is one as well, and so is one of turning
+its result into text. Every call is bounded by `limit_s`, never blocks the event loop, and its text
+is capped.
 
 A Python function that never returns cannot be killed inside this process. Its call ends at the
 limit with an error text, its thread is left behind and counted; after MAX_STUCK of them further
@@ -31,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treadle.errors import ConfigError, ToolError, did_you_mean
+from treadle.errors import ConfigError, ToolError, did_you_mean, said
 from treadle.tools.importing import import_object
 from treadle.tools.schema import BadArguments, arguments_of, docs_of, schema_of, signature_of
 
@@ -97,16 +98,16 @@ class Tool:
             kind: ErrorKind = "malformed" if error.kind == "malformed" else "arguments"
             return _error(kind, f"{self.name} was not run: {error}")
         try:
-            value = await self._run(values)
+            text = await self._run(values)
         except TimeoutError:
             return _error("timeout", f"{self.name} did not finish within {self.limit_s:g} s")
         except _Raised as error:
             return _error("raised", f"{self.name} raised {error}")
-        return ToolResult(text=_capped(_text(value)))
+        return ToolResult(text=_capped(text))
 
-    async def _run(self, values: dict[str, Any]) -> Any:
+    async def _run(self, values: dict[str, Any]) -> str:
         if inspect.iscoroutinefunction(self.fn):
-            work: asyncio.Future[Any] = asyncio.ensure_future(_attributed(self.fn, values))
+            work: asyncio.Future[str] = asyncio.ensure_future(_attributed(self.fn, values))
             thread = None
         else:
             if self.num_stuck >= MAX_STUCK:
@@ -216,9 +217,9 @@ class _Raised(Exception):
     """What a tool's function raised, as text."""
 
 
-async def _attributed(fn: Callable[..., Any], values: dict[str, Any]) -> Any:
+async def _attributed(fn: Callable[..., Any], values: dict[str, Any]) -> str:
     try:
-        return await fn(**values)
+        return _text(await fn(**values))
     except ToolError:
         raise
     except (Exception, SystemExit) as error:
@@ -227,14 +228,17 @@ async def _attributed(fn: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 def _in_thread(
     name: str, fn: Callable[..., Any], values: dict[str, Any]
-) -> tuple[asyncio.Future[Any], threading.Thread]:
-    """Run in a thread of its own: a stuck call must not use up a shared pool's workers."""
-    outcome: Future[Any] = Future()
+) -> tuple[asyncio.Future[str], threading.Thread]:
+    """Run in a thread of its own: a stuck call must not use up a shared pool's workers.
+
+    Its result becomes text there too, because that runs code of the result.
+    """
+    outcome: Future[str] = Future()
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            result = context.run(fn, **values)
+            result = context.run(lambda: _text(fn(**values)))
         except ToolError as error:
             failure: BaseException = error
         except BaseException as error:
@@ -253,11 +257,12 @@ def _in_thread(
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error)
+    text = said(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _text(value: Any) -> str:
+    """Text as it is, what JSON can say as JSON, else `str`; raises what that raises."""
     if isinstance(value, str):
         return value
     try:
