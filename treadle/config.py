@@ -252,7 +252,8 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
         key, eq, text = assignment.partition("=")
         if not eq:
             raise ConfigError(
-                f"`{_cut(assignment)}` is not an assignment", hint="write --set rollout.group_size=4"
+                f"`{_cut(assignment)}` is not an assignment",
+                hint="write --set rollout.group_size=4",
             )
         _assign(tree, key.strip(), _parse(text, assignment), origin=f"--set {_cut(assignment)}")
     return from_dict(tree)
@@ -404,7 +405,9 @@ def _build(cls: type[T], tree: Any, key: str) -> T:
     for name in tree:
         if name not in hints:
             where = f"{key}.{name}" if key else name
-            raise ConfigError(f"unknown config key `{_cut(where)}`", hint=_suggest(name, key, hints))
+            raise ConfigError(
+                f"unknown config key `{_cut(where)}`", hint=_suggest(name, key, hints)
+            )
     values = {
         name: _convert(hints[name], value, f"{key}.{name}" if key else name)
         for name, value in tree.items()

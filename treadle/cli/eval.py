@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     tuning = machine.tune()
     from treadle.cli import target as targets
-    from treadle.evals.held_out import OVERLAP
     from treadle.evals.evaluate import questions
+    from treadle.evals.held_out import OVERLAP
     from treadle.reward import require_gradable
     from treadle.tasks import open_mix
 
