@@ -297,7 +297,7 @@ def _assign(tree: Any, key: str, value: Any, origin: str) -> None:
     for depth, part in enumerate(parts):
         here = _cut(".".join(parts[: depth + 1]))
         fields = _fields(cls)
-        place: str | int = part
+        place: Any = part
         if isinstance(node, list):
             places = {str(i): i for i in range(len(node))}
             if part not in places:

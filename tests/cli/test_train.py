@@ -16,7 +16,7 @@ def test_a_run_prints_one_document_and_a_line_per_step_elsewhere(treadle, worksp
     assert done.json["steps"]["done"] == 2
     steps = [line for line in done.err.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
-    for word in ("reward", "strict", "length", "entropy", " s ", "tok/s", "dropped"):
+    for word in ("reward", "solved", "length", "entropy", " s ", "tok/s", "dropped"):
         assert word in steps[0]
     evals = [line for line in done.err.splitlines() if line.startswith("eval at step")]
     assert [line.split()[3] for line in evals] == ["0", "2"]

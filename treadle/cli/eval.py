@@ -391,7 +391,7 @@ def _print(
     from treadle.cli.rates import rates_of, text_of
 
     means = _means(rows)
-    measures = [measure for measure, mean in means.items() if mean is not None]
+    measures: list[Measure] = [measure for measure, mean in means.items() if mean is not None]
     table = []
     for row in rows:
         rates = {part: text_of(part, estimate) for part, estimate in rates_of(row).items()}

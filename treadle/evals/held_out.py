@@ -259,7 +259,7 @@ def _side(rows: Mapping[str, EvalRow | None], step: int, asked: Questions) -> di
 
 def _rates(rows: Mapping[str, EvalRow], *, complete: bool, asked: Questions) -> dict[str, Any]:
     """Mean over the task sets that grade; over the others where none does."""
-    measures = {name: measure_of(row) for name, row in rows.items()}
+    measures: dict[str, Measure] = {name: measure_of(row) for name, row in rows.items()}
     measure = _measure(measures.values())
     nothing = NOTHING.to_dict()
     if not complete:
