@@ -151,7 +151,9 @@ def test_questions_without_an_answer_are_left_out_of_the_rates_and_counted(
         None,
         2,
     )
-    assert "warning: 2 of 4 questions" in treadle(*command).out
+    text = treadle(*command).out
+    assert "warning: 2 of 4 questions" in text
+    assert "only 2 distinct held-out questions" in text, "those that the rates are of"
 
 
 def test_a_set_without_answers_is_refused_or_shown_by_its_reward(

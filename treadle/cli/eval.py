@@ -347,7 +347,7 @@ def _means(rows: Sequence[EvalRow]) -> dict[Measure, Estimate | None]:
 def _warnings(store: Store, rows: Sequence[EvalRow]) -> list[str]:
     """What a reader should know before believing the rates."""
     from treadle.evals import cautions
-    from treadle.evals.held_out import Questions, evaluation, measure_of, told_overlap
+    from treadle.evals.held_out import evaluation, measure_of, told_overlap
 
     texts = told_overlap(store) or []
     out = cautions.overlap(len(texts), texts[:3])
@@ -355,7 +355,7 @@ def _warnings(store: Store, rows: Sequence[EvalRow]) -> list[str]:
         out += cautions.of_evaluation(evaluation(row))
         if measure_of(row) == "reward":
             out.append(f"{row.taskset} cannot grade these questions: what is shown is their reward")
-    return out + cautions.rough(len(Questions(store, rows).texts(rows)))
+    return out + cautions.rough(min(mean.n for mean in _means(rows).values() if mean is not None))
 
 
 def _document(

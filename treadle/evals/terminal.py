@@ -100,7 +100,7 @@ def _held_out(evals: Mapping[str, Any]) -> list[str]:
             continue
         if rows:
             rows.append(("", "", "", ""))
-        rows.append((measure, "before", "after", "gain, paired"))
+        rows.append((measure, "before", "mean" if evals["alone"] else "after", "gain, paired"))
         rows += [(f"  {short_name(name)}", *_cells(found)) for name, found in cells.items()]
         base = "reward" if measure == "reward" else "strict"
         averaged = [n for n in names if any(s["tasksets"].get(n, {}).get(base) for s in sides)]
