@@ -65,10 +65,14 @@ def test_train_works_inside_a_running_loop_as_in_a_notebook(tasks, tmp_path):  #
 
 def test_a_resumed_run_refuses_another_reward(tasks, tmp_path):  # noqa: F811
     run_config(small(tasks, steps=1), tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        before = store.info(), store.events()
     with pytest.raises(ConfigError, match="the run began with reward"):
         run_config(small(tasks, steps=2), tmp_path / "run", resume=True)
     with Store.open(tmp_path / "run", readonly=True) as store:
         assert len(store.steps()) == 1
+        assert (store.info(), store.events()) == before, "a refusal leaves no trace"
+        assert store.info().status == "finished"
 
 
 def test_changed_provenance_is_named():
@@ -144,3 +148,35 @@ def test_several_task_sets_may_be_paths_and_configs(tasks, tmp_path):  # noqa: F
     )
     with run.store() as store:
         assert [t.source for t in store.config().tasks] == [f"jsonl:{other}", f"jsonl:{tasks}"]
+
+
+def test_an_evaluation_directory_is_no_place_to_train(tasks, tmp_path):  # noqa: F811
+    origin = {"evaluated": Provenance(source="model toy", license="x", sha256="1" * 64)}
+    config = small(tasks)
+    with Store.create(tmp_path / "eval", config, provenance=origin) as store:
+        store.finish("finished")
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match="holds an evaluation, of model toy, not a run"):
+            run_config(config, tmp_path / "eval", reward=letters, resume=resume)
+    with Store.open(tmp_path / "eval", readonly=True) as store:
+        assert (store.info().status, len(store.info().sessions)) == ("finished", 1)
+
+
+def test_a_reward_function_pays_for_what_the_set_cannot_grade_and_is_not_called_strict(tmp_path):
+    path = tmp_path / "half.jsonl"
+    rows = [{"prompt": f"{i}+1", "split": s} for s in ("train", "val") for i in range(40)]
+    for i, row in enumerate(rows):
+        row["prompt"] += row["split"]
+        if i % 2:
+            row["answer"] = str(i)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = small(path, steps=1, eval=td.EvalConfig(questions=12, samples=1))
+    run = td.train(tasks=str(path), reward=scored, config=config, run_dir=tmp_path / "run")
+    row = run.results()["eval"]["after"]["tasksets"][f"jsonl:{path}"]
+    assert 0 < row["ungraded"] < 12
+    assert row["strict"]["n"] == row["lenient"]["n"] == 12 - row["ungraded"]
+    assert row["strict"]["mean"] <= 1
+
+
+def scored(trajectory):
+    return {"score": 3 + letters(trajectory), "lenient": 4.0}

@@ -180,3 +180,30 @@ def test_evals_before_and_after_use_the_strict_score_whatever_is_trained(tasks, 
     assert [e.step for e in evals] == [0, 1]
     assert all(e.n == 5 and e.k == 2 for e in evals)
     assert {r.score for e in evals for r in e.results} <= {0.0, 1.0}
+
+
+def test_prompts_that_do_not_fit_end_the_run_with_their_length_and_no_advice_about_rewards(
+    tasks, tmp_path
+):
+    config = small(tasks, model=ModelConfig(name="tiny-random", dtype="float32", max_context=16))
+    with pytest.raises(DataError, match=r"prompt of \d+ tokens, max_context 16") as caught:
+        run_config(config, tmp_path / "run", reward=letters)
+    assert "max_context" in caught.value.hint and "easier" not in caught.value.hint
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        reasons = {p.reason for p in store.prompts(state="dropped")}
+        assert all("max_context 16" in reason for reason in reasons) and reasons
+
+
+def test_an_evaluation_leaves_prompts_that_do_not_fit_without_a_verdict(tmp_path):
+    """One question in two does not fit: the rate is of the other half."""
+    path = tmp_path / "mixed.jsonl"
+    rows = [{"prompt": "1+" * (60 * (i % 2)) + f"{i}", "answer": "x"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = small(path, steps=1, eval=EvalConfig(questions=6, samples=1))
+    run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        results = [r for e in store.evals() for r in e.results]
+        unscored = [r for r in results if r.score is None]
+        assert 0 < len(unscored) < len(results)
+        assert all("max_context 96" in r.error.message for r in unscored if r.error)
+        assert all(r.error for r in unscored)

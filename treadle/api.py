@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from treadle import machine
 from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, StoreError, first_of
-from treadle.store import Store
+from treadle.evals import EVALUATED
+from treadle.store import RunInfo, Store
 from treadle.store.layout import DATABASE
 from treadle.threads import run as run_coroutine
-from treadle.types import Provenance, Reward, Trajectory
+from treadle.types import Provenance, Reward, Task, Taskset, Trajectory
 
 if TYPE_CHECKING:
     from treadle.loop import Observer, Parts
@@ -259,8 +260,11 @@ def _check_place(config: RunConfig, run_dir: Path, resume: bool) -> None:
     """What `_store` will refuse, said before minutes of loading. Raises as it does."""
     if resume:
         with Store.open(run_dir, readonly=True) as store:
+            check_is_run(run_dir, store.info())
             check_resumable(store.config(), config, store.frontier().step)
     elif (run_dir / DATABASE).exists():
+        with Store.open(run_dir, readonly=True) as store:
+            check_is_run(run_dir, store.info())
         raise StoreError(
             f"{run_dir} holds a run already",
             hint="go on with it by --resume, or name another --run-dir",
@@ -276,17 +280,27 @@ def _store(
 ) -> Store:
     if not resume:
         return Store.create(run_dir, config, provenance=provenance, facts=facts)
+    # Opening a ledger to write in it begins a session: what is refused must leave no trace.
+    with Store.open(run_dir, readonly=True) as store:
+        check_resumable(store.config(), config, store.frontier().step)
+        check_provenance(store.info().provenance, provenance)
     store = Store.open(run_dir, readonly=False, facts=facts)
     try:
-        done = store.frontier().step
-        check_resumable(store.config(), config, done)
-        check_provenance(store.info().provenance, provenance)
         if store.config().steps != config.steps:
             store.set_steps(config.steps)
     except BaseException:
         store.close()
         raise
     return store
+
+
+def check_is_run(run_dir: Path, info: RunInfo) -> None:
+    """Raises ConfigError where `treadle eval` keeps its answers: no run can be there."""
+    if EVALUATED in info.provenance:
+        raise ConfigError(
+            f"{run_dir} holds an evaluation, of {info.provenance[EVALUATED].source}, not a run",
+            hint="name another --run-dir; `treadle runs` says which directories are runs",
+        )
 
 
 def check_resumable(stored: RunConfig, wanted: RunConfig, done: int) -> None:
@@ -348,7 +362,7 @@ async def _parts(
     from treadle.train import Trainer
     from treadle.weights.publish import Publisher
 
-    mix = open_tasks(config)
+    mix = open_tasks(config, reward)
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
     tools = load_tools(config.rollout.tools)
@@ -386,25 +400,43 @@ async def _parts(
             )
 
 
-def open_tasks(config: RunConfig) -> Mix:
+LOOKED_AT = 64
+"""Training tasks of each set that are looked at before a run begins."""
+
+
+def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
     """The task sets of a config, with all that can be checked without a model.
 
+    Args:
+        reward: what trains in place of the rewards that the task sets name.
+
     Raises ConfigError, DataError: a source, an option, a row, a reward or a tool cannot be used;
-    a split that is trained or evaluated is empty.
+    a split that is trained or evaluated is empty, or holds nothing that the reward can judge.
     """
     from treadle.evals.evaluate import questions
-    from treadle.reward import grader_of
+    from treadle.reward import grader_of, require_gradable
     from treadle.tasks import first, open_mix
     from treadle.tools import load_tools
 
     grader_of(config.tasks, config.seed)
     load_tools(config.rollout.tools)
     mix = open_mix(config.tasks, config.seed)
-    for taskset in mix.tasksets:
+    for settings, taskset in zip(config.tasks, mix.tasksets, strict=True):
         first(taskset, mix.split, 1)
-        if config.eval.questions:
-            questions(taskset, config.eval)
+        asked = questions(taskset, config.eval) if config.eval.questions else ()
+        if reward is None:
+            require_gradable(settings, taskset, training_tasks(mix, taskset, LOOKED_AT))
+            require_gradable(settings, taskset, asked)
     return mix
+
+
+def training_tasks(mix: Mix, taskset: Taskset, count: int) -> list[Task]:
+    """The first tasks that a set gives to training; fewer where it has fewer."""
+    tasks: list[Task] = []
+    with contextlib.suppress(IndexError):
+        for index in range(count):
+            tasks.append(taskset.task(index, mix.split))
+    return tasks
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -454,19 +486,27 @@ def _grades(
 
     A task that its set cannot grade is evaluated by the reward: nothing else judges it.
     """
-    from treadle.reward import grader_of
+    from treadle.reward import can_grade, grader_of, without_own
+
+    async def paid(function: RewardFunction, trajectory: Trajectory) -> Reward:
+        """By a function that knows no task set: what it calls a score is no strict one."""
+        judged = await pool.score(function, trajectory, config.rollout.reward_limit_s)
+        return replace(judged, parts=without_own(judged.parts))
 
     async def train(trajectory: Trajectory) -> Reward:
+        if reward is not None:
+            return await paid(reward, trajectory)
         return await pool.score(trained, trajectory, config.rollout.reward_limit_s)
 
     async def evaluate(trajectory: Trajectory) -> Reward:
-        ungraded = mix[trajectory.task.taskset].gold(trajectory.task) is None
-        function = reward if reward is not None and ungraded else strict
-        return await pool.score(function, trajectory, config.rollout.reward_limit_s)
+        task = trajectory.task
+        if reward is None or can_grade(mix[task.taskset], task):
+            return await pool.score(strict, trajectory, config.rollout.reward_limit_s)
+        return await paid(reward, trajectory)
 
-    trained = reward or grader_of(config.tasks, config.seed)
+    trained = grader_of(config.tasks, config.seed)
     strict = grader_of(config.tasks, config.seed, strict=True)
     return train, evaluate
 
 
-__all__ = ["Run", "check_resumable", "reward", "run_config", "train"]
+__all__ = ["Run", "check_is_run", "check_resumable", "reward", "run_config", "train"]

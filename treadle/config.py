@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,12 @@ from typing import Any, Literal, TypeVar
 from treadle.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+MAX_INT = 2**63 - 1
+"""What the ledger and random generators hold."""
+
+MAX_LEVELS = 32
+"""Of JSON in one setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +215,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, ">= 1")
+        _require(self.seed >= 0, "seed", self.seed, ">= 0")
         if self.rollout.group_size < 2:
             raise ConfigError(
                 f"rollout.group_size is {self.rollout.group_size}, but advantage "
@@ -226,7 +233,9 @@ class RunConfig:
 
 def _require(ok: bool, key: str, value: object, rule: str) -> None:
     if not ok:
-        raise ConfigError(f"`{key}` must be {rule}, got {value!r}")
+        raise ConfigError(
+            f"`{key}` must be {rule}, got {_cut(repr(value))}", hint=f"--set {key}=... changes it"
+        )
 
 
 # --------------------------------------------------------------------------- override
@@ -249,57 +258,81 @@ def override(
         key, eq, text = assignment.partition("=")
         if not eq:
             raise ConfigError(
-                f"`{assignment}` is not an assignment", hint="write --set rollout.group_size=4"
+                f"`{_cut(assignment)}` is not an assignment",
+                hint="write --set rollout.group_size=4",
             )
-        _assign(tree, key.strip(), _parse(text), origin=f"--set {assignment}")
+        _assign(tree, key.strip(), _parse(text, assignment), origin=f"--set {_cut(assignment)}")
     return from_dict(tree)
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, assignment: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError:
         return {"none": None, "None": None, "True": True, "False": False}.get(text, text)
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise ConfigError(
+            f"the value of `{_cut(assignment)}` cannot be read: {_cut(str(error), 120)}",
+            hint="a value is a number, text, or JSON of a few levels",
+        ) from error
+    if _deeper_than(MAX_LEVELS, value):
+        raise ConfigError(
+            f"the value of `{_cut(assignment)}` has more than {MAX_LEVELS} levels of JSON",
+            hint="put what is nested so deep in a file of its own, and name the file",
+        )
+    return value
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper_than(levels - 1, v) for v in inner)
+
+
+def _cut(text: str, length: int = 80) -> str:
+    """What a message repeats of what it was given."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _assign(tree: Any, key: str, value: Any, origin: str) -> None:
+    """Put `value` where `key` says. Types are checked afterwards, by `from_dict`: here a part of
+    the tree may be anything that an assignment before this one put there."""
     parts = key.split(".")
-    node = tree
-    cls: Any = RunConfig
+    node, cls = tree, typing.cast(Any, RunConfig)
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        here = ".".join(parts[: depth + 1])
-        if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
-                raise ConfigError(
-                    f"`{here}` is not an entry of a list of {len(node)} (set by {origin})"
-                )
-            if last:
-                node[int(part)] = value
-                return
-            node, cls = node[int(part)], _element(cls)
-            continue
+        here = _cut(".".join(parts[: depth + 1]))
         fields = _fields(cls)
-        if fields is None:  # a free dict such as tasks.N.options
-            if last:
-                node[part] = value
-                return
-            node = node.setdefault(part, {})
-            continue
-        if part not in fields:
+        place: Any = part
+        if isinstance(node, list):
+            places = {str(i): i for i in range(len(node))}
+            if part not in places:
+                raise ConfigError(
+                    f"`{here}` is not an entry of a list of {len(node)} (set by {origin})",
+                    hint=f"entries are numbered 0 to {len(node) - 1}"
+                    if node
+                    else "give the list as a whole, as JSON",
+                )
+            place, cls = places[part], _element(cls)
+        elif not isinstance(node, dict):
+            above = _cut(".".join(parts[:depth]))
             raise ConfigError(
-                f"unknown config key `{here}` (set by {origin})",
-                hint=_suggest(part, ".".join(parts[:depth]), fields),
+                f"`{above}` is {_cut(repr(node))} and has no part `{_cut(part)}` (set by {origin})",
+                hint=f"--set {above}=... sets it as a whole",
             )
-        cls = fields[part]
-        if last:
-            node[part] = value
+        elif fields is not None:
+            if part not in fields:
+                raise ConfigError(
+                    f"unknown config key `{here}` (set by {origin})",
+                    hint=_suggest(part, ".".join(parts[:depth]), fields),
+                )
+            cls = fields[part]
+        if depth == len(parts) - 1:
+            node[place] = value
             return
-        if node[part] is None:
-            node[part] = {}
-        node = node[part]
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"`{here}` has no part `{parts[depth + 1]}` (set by {origin})")
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}  # a section that was null, or an option that was not there
+        node = node[place]
 
 
 def _element(cls: Any) -> Any:
@@ -322,6 +355,7 @@ def _options(cls: Any) -> tuple[Any, ...]:
 
 def _suggest(part: str, section: str, fields: dict[str, Any]) -> str:
     """The nearest key here, or the section where this very key lives."""
+    part = _cut(part)
     elsewhere = [k for k in all_keys() if k.rsplit(".", 1)[-1] == part]
     if elsewhere:
         return "did you mean " + " or ".join(f"`{k}`" for k in elsewhere) + "?"
@@ -370,11 +404,16 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
 def _build(cls: type[T], tree: Any, key: str) -> T:
     hints = typing.get_type_hints(cls)
     if not isinstance(tree, dict):
-        raise ConfigError(f"`{key}` must be a section with keys, got {tree!r}")
+        raise ConfigError(
+            f"`{key}` must be a section with keys, got {_cut(repr(tree))}",
+            hint=f"set its keys one by one, as {key}.KEY",
+        )
     for name in tree:
         if name not in hints:
             where = f"{key}.{name}" if key else name
-            raise ConfigError(f"unknown config key `{where}`", hint=_suggest(name, key, hints))
+            raise ConfigError(
+                f"unknown config key `{_cut(where)}`", hint=_suggest(name, key, hints)
+            )
     values = {
         name: _convert(hints[name], value, f"{key}.{name}" if key else name)
         for name, value in tree.items()
@@ -402,24 +441,28 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         if origin is dict and isinstance(value, dict):
             return dict(value)
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            _require(math.isfinite(value), key, value, "finite")
+            _require(abs(value) <= sys.float_info.max, key, value, "finite")  # False for NaN
             return float(value)
         if option is int and isinstance(value, int) and not isinstance(value, bool):
+            _require(abs(value) <= MAX_INT, key, value, f"between -{MAX_INT} and {MAX_INT}")
             return value
         if option in (str, bool) and isinstance(value, option):
             return value
     raise ConfigError(
-        f"`{key}` must be {_describe(kind)}, got {value!r}", hint=_unquoted(kind, value, key)
+        f"`{key}` must be {_describe(kind)}, got {_cut(repr(value))}",
+        hint=_unquoted(kind, value, key) or f"--set {key}=... sets it",
     )
 
 
 def _unquoted(kind: Any, value: Any, key: str) -> str:
     """A hint where a text holds what is wanted."""
-    if not isinstance(value, str) or isinstance(_parse(value), str):
+    if not isinstance(value, str):
         return ""
     with contextlib.suppress(ConfigError):
-        _convert(kind, _parse(value), key)
-        return f"without the quotes: {value}"
+        meant = _parse(value, value)
+        if not isinstance(meant, str):
+            _convert(kind, meant, key)
+            return f"without the quotes: {value}"
     return ""
 
 

@@ -33,8 +33,8 @@ from typing import Any
 from treadle.advantage import advantages, group_stats, zero_variance
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
-from treadle.errors import ContractError, DataError, HarnessError, RewardError
-from treadle.evals.evaluate import evaluate, questions
+from treadle.errors import ContractError, DataError, HarnessError
+from treadle.evals.evaluate import ENDING, evaluate, questions
 from treadle.evals.visible import one_line
 from treadle.harness import Harness
 from treadle.machine import Heap
@@ -257,8 +257,10 @@ class Controller:
     def _drop_reason(self, group: Group) -> str:
         """Why a group teaches nothing; each cause has its own words (B142)."""
         if not group.scored:
-            if all(t.error is not None for t in group.trajectories):
-                kinds = sorted({t.error.kind for t in group.trajectories if t.error})
+            errors = [t.error for t in group.trajectories if t.error]
+            if len(errors) == len(group.trajectories):
+                causes = {f"{e.kind}: {e.message}" for e in errors}
+                kinds = causes if len(causes) == 1 else sorted({e.kind for e in errors})
                 return f"every trajectory failed: {', '.join(kinds)}"
             if not any(t.num_trained_tokens for t in group.trajectories):
                 return "no trajectory has a trained token"
@@ -286,11 +288,13 @@ class Controller:
         known = [v for v in values if v is not None]
         mean = f"mean reward {sum(known) / len(known):.3f}" if known else "none was scored"
         reasons = Counter(reason for _, reason in state.recent if reason)
+        failed = [e for group, _ in state.recent for t in group.trajectories if (e := t.error)]
         raise DataError(
             f"step {state.step + 1} drew {len(state.recent)} groups and only {len(state.ready)} "
             f"of the {wanted} it needs can teach "
-            f"({', '.join(f'{n} x {reason}' for reason, n in reasons.items())}; {mean})",
-            hint="make the tasks easier or harder or the reward finer, or raise "
+            f"({', '.join(f'{n} x {reason}' for reason, n in reasons.most_common(3))}; {mean})",
+            hint=(failed[0].hint if len(failed) > 2 * len(values) else "")
+            or "make the tasks easier or harder or the reward finer, or raise "
             "rollout.group_size; `treadle tasks validate` shows what a task set pays",
         )
 
@@ -299,8 +303,7 @@ class Controller:
         trajectories = [t for group in groups for t in group.trajectories]
         errors = [error for t in trajectories if (error := t.error or t.reward.error)]
         if errors:
-            cls = RewardError if errors[0].kind == "RewardError" else HarnessError
-            raise cls(
+            raise ENDING.get(errors[0].kind, HarnessError)(
                 f"step {self._state.step + 1}: none of the last {len(trajectories)} trajectories "
                 f"was scored, and {len(errors)} have an error, the first: {errors[0].message}",
                 hint=errors[0].hint or "`treadle runs why` counts the errors by kind",

@@ -52,6 +52,55 @@ def test_a_mistake_is_named_with_a_hint_and_exit_2(
     assert not Path("runs").exists()
 
 
+def test_tasks_that_nothing_can_judge_are_found_before_the_run(treadle, workspace) -> None:
+    bare = "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(60))
+    Path("bare.jsonl").write_text(bare)
+    for more in ([], ["--dry-run"]):
+        for reward in ("score", "lenient"):
+            settings = ["tasks.0.source=jsonl:bare.jsonl", f"tasks.0.reward={reward}"]
+            done = treadle("train", "rec.py", *(p for s in settings for p in ("--set", s)), *more)
+            assert done.code == 2
+            assert f"reward `{reward}` judges nothing" in done.err
+            assert "module:function" in done.err
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_warns_of_prompts_that_do_not_fit_and_rows_without_an_answer(
+    treadle, workspace
+) -> None:
+    rows = [{"prompt": f"say {i}", **({"answer": "1"} if i % 2 else {})} for i in range(60)]
+    rows += [{"prompt": "long " * 100 + str(i), "answer": "1"} for i in range(60)]
+    Path("mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["tasks.0.source=jsonl:mixed.jsonl", "tasks.0.reward=score"]
+    done = treadle("train", "rec.py", *(p for s in settings for p in ("--set", s)), "--dry-run")
+    assert done.code == 0, done.err
+    assert re.search(r"\d+ of 16 prompts looked at in split `train` do not fit", done.out)
+    assert "max_context 128" in done.out
+    assert re.search(r"\d+ of 64 tasks looked at in split `train` cannot be judged", done.out)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["report", "runs/tinny"],
+        ["report", "runs/tinny", "--html", "page.html"],
+        ["export", "runs/tinny"],
+        ["runs", "why", "runs/tinny"],
+        ["eval", "runs/tinny"],
+        ["sample", "runs/tinny", "hello"],
+        ["train", "rec.py", "--run-dir", "runs/tinny", "--resume"],
+    ],
+)
+def test_a_run_that_is_not_there_is_a_mistake_everywhere_with_its_neighbours(
+    treadle, trained, argv: list[str]
+) -> None:
+    done = treadle(*argv, "--json")
+    assert done.code == 2
+    assert "there is no run runs/tinny" in done.json["error"]["message"]
+    assert "did you mean `tiny`?" in done.json["error"]["hint"]
+    assert not Path("page.html").exists() and not Path("exports").exists()
+
+
 REWARDS = [
     ("none", "returned None", "end in a return"),
     ("nan", "returned nan", "division by zero"),

@@ -1,5 +1,6 @@
 """`treadle eval`: rates of a model or a run, resumable, comparable."""
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -127,6 +128,95 @@ def test_mistakes_exit_2_and_leave_nothing(treadle, workspace, model_dir, argv, 
     assert says in done.err
     assert "hint:" in done.err or "cannot" in says
     assert not Path("runs").exists()
+
+
+def rows(path: str, *of: dict[str, str]) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in of))
+    return f"jsonl:{path}"
+
+
+def test_questions_without_an_answer_are_left_out_of_the_rates_and_counted(
+    treadle, workspace, model_dir
+) -> None:
+    of = [{"prompt": f"say {i}", "split": "val"} for i in range(4)]
+    source = rows("half.jsonl", *({**r, "answer": "1"} if i % 2 else r for i, r in enumerate(of)))
+    command = ["eval", model_dir, "--tasks", source, *SMALL, "--questions", "4"]
+    command += ["--set", "model.dtype=float32", "--set", "tasks.0.reward=cli_rewards:letters"]
+    done = treadle(*command, "--json")
+    assert done.code == 0, done.err
+    (row,) = done.json["tasksets"]
+    assert (row["strict"]["n"], row["lenient"]["n"], row["reward"], row["ungraded"]) == (
+        2,
+        2,
+        None,
+        2,
+    )
+    text = treadle(*command).out
+    assert "warning: 2 of 4 questions" in text
+    assert "only 2 distinct held-out questions" in text, "those that the rates are of"
+
+
+def test_a_set_without_answers_is_refused_or_shown_by_its_reward(
+    treadle, workspace, model_dir
+) -> None:
+    source = rows("bare.jsonl", *({"prompt": f"say {i}"} for i in range(40)))
+    command = ["eval", model_dir, "--tasks", source, *SMALL, "--set", "model.dtype=float32"]
+    done = treadle(*command)
+    assert done.code == 2
+    assert "an `answer` to grade against" in done.err and "module:function" in done.err
+    assert not Path("runs").exists()
+    command += ["--set", "tasks.0.reward=cli_rewards:letters"]
+    done = treadle(*command, "--json")
+    assert (done.json["strict"], done.json["lenient"]) == (None, None)
+    assert 0 <= done.json["reward"]["mean"] <= 1
+    text = treadle(*command).out
+    assert "reward" in text and "strict" not in text and "%" not in text.split("unscored")[0]
+
+
+def test_a_lack_of_lenient_readings_is_null_and_few_questions_are_called_rough(
+    treadle, workspace, model_dir
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    source = ["--tasks", "reasoning_gym:letter_counting", "--set", "model.dtype=float32"]
+    done = treadle("eval", model_dir, *source, *SMALL, "--json")
+    assert done.code == 0, done.err
+    document = done.json
+    assert document["tasksets"][0]["strict"] is not None
+    assert document["tasksets"][0].keys() >= {"strict", "lenient", "reward"}
+    assert document.keys() >= {"strict", "lenient", "reward"} and document["reward"] is None
+    assert any("only 3 distinct held-out questions" in w for w in document["warnings"])
+    assert "intervals are rough" in treadle("eval", model_dir, *source, *SMALL).out
+
+
+def test_questions_that_the_run_was_trained_on_are_counted_and_said(treadle, trained) -> None:
+    done = treadle("eval", trained, "--json").json
+    assert done["overlap_with_training"] == 0
+    with Store.open(trained, readonly=True) as store:
+        prompt = store.task(0).messages[-1].content
+    of = [{"prompt": text, "answer": "1", "split": "val"} for text in (prompt, "new")]
+    rows("tasks.jsonl", *of)
+    leaky = treadle("eval", trained, "--json").json
+    assert leaky["overlap_with_training"] == 1
+    assert any("1 held-out questions were also trained on" in w for w in leaky["warnings"])
+    assert "1 held-out questions were also trained on" in treadle("eval", trained).out
+    report = treadle("report", leaky["run_dir"])
+    assert "1 held-out questions were also trained on" in report.out
+    assert "strict" in report.out and "lenient" in report.out
+
+
+def test_a_refused_directory_is_left_as_it_was(treadle, trained, model_dir) -> None:
+    command = ["eval", model_dir, *MODEL, *SMALL, "--run-dir"]
+    assert treadle(*command, "runs/e").code == 0
+    for run_dir in (Path("runs/e"), trained):
+        with Store.open(run_dir, readonly=True) as store:
+            before = store.info(), store.events()
+        assert treadle(*command, run_dir, "--set", "tasks.0.system=Be brief.").code == 2
+        with Store.open(run_dir, readonly=True) as store:
+            assert (store.info(), store.events()) == before
+            assert store.info().status == "finished"
+    done = treadle("train", "rec.py", "--run-dir", "runs/e", "--resume")
+    assert done.code == 2
+    assert "holds an evaluation" in done.err
 
 
 def test_a_misspelt_run_is_suggested(treadle, trained) -> None:

@@ -35,8 +35,8 @@ def test_a_directory_that_holds_something_needs_force(treadle, trained) -> None:
 def test_a_run_that_is_not_there_is_a_clear_error(treadle, workspace) -> None:
     for command in (["export", "runs/gone"], ["report", "runs/gone"], ["runs", "why", "runs/gone"]):
         done = treadle(*command)
-        assert done.code == 1
-        assert "there is no run in runs/gone" in done.err
+        assert done.code == 2
+        assert "there is no run runs/gone" in done.err
         assert "hint:" in done.err
 
 

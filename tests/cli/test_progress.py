@@ -37,7 +37,7 @@ class Flushed(io.StringIO):
 
 def test_a_line_holds_what_the_step_has() -> None:
     assert step_line(3, 90, METRICS) == (
-        "step 3/90  reward 0.412  strict 12.5%  length 6.2  entropy 1.500  3.2 s  1,234 tok/s  "
+        "step 3/90  reward 0.412  solved 12.5%  length 6.2  entropy 1.500  3.2 s  1,234 tok/s  "
         "dropped 2"
     )
     assert step_line(3, 90, {}) == "step 3/90  0.0 s  dropped 0"

@@ -142,8 +142,12 @@ def add_eval(
     temperature: float = 1.0,
     split: str = "val",
     texts: dict[str, str] | None = None,
+    ungraded: Sequence[str] = (),
 ) -> int:
-    """An evaluation with exactly these (strict, lenient) answers by question id."""
+    """An evaluation with exactly these (strict, lenient) answers by question id.
+
+    Of `ungraded` questions the first number is what a reward function paid.
+    """
     id = store.begin_eval(
         step=step,
         version=step,
@@ -164,7 +168,9 @@ def add_eval(
                     task_id=task_id,
                     sample=sample,
                     score=score,
-                    parts=parts | ({} if score is None else {"score": score}),
+                    parts={}
+                    if task_id in ungraded
+                    else parts | ({} if score is None else {"score": score}),
                     error=error if score is None else None,
                     answer=f"answer {score}",
                     num_sampled=3,

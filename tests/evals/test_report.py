@@ -21,10 +21,11 @@ from tests.evals.eval_runs import (
     whole_run,
 )
 from treadle.config import EvalConfig, TasksConfig
+from treadle.evals.page import render
 from treadle.evals.report import as_text, summarise
 from treadle.evals.terminal import sparkline
 from treadle.store import Store
-from treadle.types import Group
+from treadle.types import Group, Provenance
 
 ONE = (TasksConfig(source=FAMILIES[0]),)
 
@@ -48,8 +49,8 @@ def both(*scores):
 
 def test_a_gain_worked_by_hand(store):
     """Strict per question: before .5, 0, 0; after 1, .5, 0. Differences .5, .5, 0: mean 1/3,
-    standard deviation .288675, half width 4.3027 * .288675 / sqrt(3) = .71711. Lenient: before
-    1, .5, 0; after 1, .5, .5: differences 0, 0, .5."""
+    standard deviation .288675, half width 4.3027 * .288675 / sqrt(3) = .71711, cut at 1. Lenient:
+    before 1, .5, 0; after 1, .5, .5: differences 0, 0, .5."""
     add_eval(
         store,
         0,
@@ -66,7 +67,7 @@ def test_a_gain_worked_by_hand(store):
     assert found["after"]["mean"] == pytest.approx(0.5)
     gain = found["gain"]
     assert gain["mean"] == pytest.approx(1 / 3)
-    assert gain["ci95"] == pytest.approx([1 / 3 - 0.71711, 1 / 3 + 0.71711], abs=1e-3)
+    assert gain["ci95"] == pytest.approx([1 / 3 - 0.71711, 1.0], abs=1e-3)
     assert gain["n"] == 3
     assert found["before"]["lenient"]["mean"] == pytest.approx(0.5)
     assert gain["lenient"]["mean"] == pytest.approx(1 / 6)
@@ -118,6 +119,78 @@ def test_unscored_answers_are_left_out_and_said(store):
     assert any("75.0% of the answers before" in w for w in report["warnings"])
 
 
+# --------------------------------------------------------------------------- rates and rewards
+
+
+def test_rates_are_of_the_questions_that_the_task_set_graded(store):
+    """A reward of 7 for a row without an answer is neither a strict nor a lenient success."""
+    add_eval(store, 0, {"a": [(0, 1)], "b": [(1, 1)], "x": [(7, None)]}, ungraded="x")
+    train(store, 1)
+    add_eval(store, 1, {"a": [(1, 1)], "b": [(1, 1)], "x": [(9, None)]}, ungraded="x")
+    report = summarise(store)
+    before, gain = report["eval"]["before"], report["eval"]["gain"]
+    assert (before["mean"], before["n"], before["measure"]) == (0.5, 2, "strict")
+    assert (before["lenient"]["mean"], before["lenient"]["n"]) == (1.0, 2)
+    row = before["tasksets"][FAMILIES[0]]
+    assert (row["strict"]["n"], row["lenient"]["n"], row["reward"], row["ungraded"]) == (
+        2,
+        2,
+        None,
+        1,
+    )
+    assert (gain["mean"], gain["n"]) == (0.5, 2)
+    assert any("1 of 3 questions before" in w and "cannot grade" in w for w in report["warnings"])
+
+
+def test_a_set_that_grades_nothing_shows_its_reward_as_a_reward(store, tmp_path):
+    add_eval(store, 0, {"a": [(50, None)], "b": [(150, None)]}, ungraded="ab")
+    train(store, 1)
+    add_eval(store, 1, {"a": [(100, None)], "b": [(200, None)]}, ungraded="ab")
+    report = summarise(store)
+    evals = report["eval"]
+    assert (evals["after"]["mean"], evals["after"]["measure"]) == (150.0, "reward")
+    assert evals["after"]["lenient"]["mean"] is None
+    row = evals["after"]["tasksets"][FAMILIES[0]]
+    assert (row["strict"], row["lenient"], row["reward"]["mean"]) == (None, None, 150.0)
+    assert (evals["gain"]["mean"], evals["gain"]["measure"]) == (50.0, "reward")
+    held_out = as_text(report).partition("training, steps")[0]
+    for word in ("strict", "lenient", "skill"):
+        assert word not in held_out
+    assert "reward" in held_out and "150.000" in held_out
+    assert any("cannot grade its tasks" in w for w in report["warnings"])
+    page = render(store)
+    assert "reward gain" in page and "strict gain" not in page and "lenient before" not in page
+
+
+def test_a_mean_over_task_sets_is_of_rates_as_long_as_one_set_grades(tmp_path):
+    with Store.create(tmp_path / "run", config(), provenance=PROVENANCE) as store:
+        add_eval(store, 0, {"a": both(1), "b": both(0)}, taskset=FAMILIES[0])
+        add_eval(store, 0, {"x": [(40, None)]}, taskset=FAMILIES[1], ungraded="x")
+        report = summarise(store)
+    assert (report["eval"]["before"]["mean"], report["eval"]["before"]["n"]) == (0.5, 2)
+    assert "mean of 2" not in as_text(report)
+
+
+def test_an_evaluation_of_a_trained_run_is_the_one_side_of_its_report(tmp_path):
+    evaluated = Provenance(source="run fake, step 60", license="apache-2.0", sha256="cd" * 32)
+    origin = {**PROVENANCE, "evaluated": evaluated}
+    with Store.create(tmp_path / "eval", config(tasks=ONE), provenance=origin) as store:
+        add_eval(store, 60, {"a": both(1), "b": both(0)})
+        store.add_event("overlap with training", {"questions": ["a text", "b text"]})
+        store.finish("finished")
+        report, page = summarise(store), render(store)
+    evals = report["eval"]
+    assert (evals["after"]["mean"], evals["after"]["step"], evals["after"]["n"]) == (0.5, 60, 2)
+    assert evals["before"]["mean"] is None and evals["gain"]["mean"] is None
+    assert evals["overlap_with_training"] == 2
+    text = as_text(report)
+    assert "0.500 [0.000, 1.000]" in text and "no before/after gain" not in text
+    assert "gain, paired" not in text
+    assert any("2 held-out questions were also trained on" in w for w in report["warnings"])
+    assert any("only 2 distinct held-out questions" in w for w in report["warnings"])
+    assert "strict before" not in page and "0.500" in page
+
+
 # --------------------------------------------------------------------------- what is not there
 
 
@@ -133,6 +206,7 @@ def test_without_an_evaluation_after_there_is_no_gain_and_the_reason_is_said(sto
         "mean": None,
         "ci95": [None, None],
         "n": 0,
+        "measure": "strict",
         "lenient": {"mean": None, "ci95": [None, None], "n": 0},
         "reason": f"step 2 was not evaluated on {FAMILIES[0]}",
         "tasksets": {},

@@ -389,7 +389,7 @@ def test_a_prompt_that_fills_the_context_ends_the_conversation_cleanly() -> None
     async def talk(chat: Chat) -> None:
         await chat.turn([user("x")])
         for _ in range(2):
-            with pytest.raises(LimitExceeded, match="context limit: the prompt of turn 2 has"):
+            with pytest.raises(LimitExceeded, match="context limit in turn 2: prompt of"):
                 await chat.turn([user("y")])
 
     source = sampler(r, "ab", "never")

@@ -99,6 +99,8 @@ def test_a_function_that_returns_parts_cannot_rename_the_sets_scores(
     poems = TasksConfig(source=f"jsonl:{rows}", reward="rewards_for_test:poem")
     task = open_taskset(poems, 0).task(0)
     assert grader_of(poems, 0)(make("a rose", task)) == {"reward": 1.0}
+    paid = grader_of(with_reward(poems, "rewards_for_test:parts"), 0)(make("a rose", task))
+    assert paid == {"brevity": 0.5, "reward": 0.75}, "`score` is the name of a task set's own"
     with pytest.raises(RewardError, match="no `answer` to grade against"):
         grader_of(TasksConfig(source=poems.source), 0)(make("a rose", task))
 

@@ -130,11 +130,17 @@ def test_a_full_context_after_the_answer_takes_nothing_away() -> None:
     assert (t.status, t.reward.value) == (Status.FINISHED, 1.0)
 
 
-def test_a_prompt_longer_than_the_context_is_truncated_without_tokens() -> None:
+def test_a_prompt_longer_than_the_context_has_failed_and_is_not_judged() -> None:
+    """No token was sampled: that is no answer, so it is unscored and not 0."""
     group = group_of(scripted(["5"]), max_context=10)
     t = only(group)
-    assert (t.status, t.nodes, group.scored) == (Status.TRUNCATED, (), ())
-    assert "context limit" in t.info["limit"]
+    assert (t.status, t.nodes, group.scored) == (Status.FAILED, (), ())
+    assert t.reward.value is None
+    assert t.error is not None and t.error.kind == "LimitExceeded"
+    tokens = len(RENDERER.prompt(TASK.messages))
+    assert f"prompt of {tokens} tokens, max_context 10" in t.error.message
+    assert "max_context" in t.error.hint
+    assert t.info["limit"] in t.error.message
 
 
 def test_a_turn_limit_is_a_truncation() -> None:

@@ -26,9 +26,11 @@ from treadle.cli.output import print_json, print_pairs, print_table
 from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
 from treadle.errors import ConfigError, first_of
 from treadle.evals import EVALUATED
+from treadle.evals.visible import one_line
 
 if TYPE_CHECKING:
     from treadle.cli.target import Target
+    from treadle.evals.held_out import Measure
     from treadle.evals.statistics import Estimate
     from treadle.store import EvalRow, RunInfo, Store
     from treadle.tasks import Mix
@@ -76,13 +78,17 @@ def run(args: argparse.Namespace) -> int:
     tuning = machine.tune()
     from treadle.cli import target as targets
     from treadle.evals.evaluate import questions
+    from treadle.evals.held_out import OVERLAP
+    from treadle.reward import require_gradable
     from treadle.tasks import open_mix
 
     config = _config(args, targets.run_config_of(args.what))
-    if args.compare is not None and not targets.is_run(args.compare):
-        raise ConfigError(f"there is no run {args.compare} to compare with")
+    if args.compare is not None:
+        targets.existing_run(args.compare)
     mix = open_mix(config.tasks, config.seed)
     asked = [(taskset, questions(taskset, config.eval)) for taskset in mix.tasksets]
+    for settings, (taskset, tasks) in zip(config.tasks, asked, strict=True):
+        require_gradable(settings, taskset, tasks)
     if targets.is_run(args.what):
         target = targets.open_run_policy(Path(args.what))
     else:
@@ -90,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     config = replace(config, name=f"eval-{target.label}")
     facts = asdict(machine.facts()) | {"tuning": asdict(tuning)}
     with _store(args.run_dir, config, _origin(target, mix), facts) as store:
+        if target.config is not None:
+            store.add_event(OVERLAP, {"questions": _overlap(asked, Path(args.what))})
         rows = _run(config, target, asked, store)
         compared = _compare(rows, args.compare) if args.compare is not None else None
         if args.json:
@@ -97,6 +105,16 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print(target, store, rows, compared)
     return 0
+
+
+def _overlap(asked: Asked, run_dir: Path) -> list[str]:
+    """Texts of questions that the run evaluated was trained on."""
+    from treadle.evals.held_out import overlapping
+    from treadle.store import Store
+    from treadle.tasks.validate import text_of
+
+    with Store.open(run_dir, readonly=True) as trained:
+        return overlapping((text_of(task) for _, tasks in asked for task in tasks), trained)
 
 
 # --------------------------------------------------------------------------- what is asked
@@ -166,13 +184,10 @@ def _store(
         run_dir = Path("runs") / f"{config.name}-{digest}"
     if not is_run(run_dir):
         return Store.create(run_dir, config, provenance=origin, facts=facts)
-    store = Store.open(run_dir, readonly=False, facts=facts)
-    try:
+    # Opening a ledger to write in it begins a session: what is refused must leave no trace.
+    with Store.open(run_dir, readonly=True) as store:
         _check_same(store.info(), run_dir, identity)
-    except BaseException:
-        store.close()
-        raise
-    return store
+    return Store.open(run_dir, readonly=False, facts=facts)
 
 
 def _identity(config: Mapping[str, Any], origin: Mapping[str, Provenance]) -> dict[str, Any]:
@@ -275,8 +290,7 @@ async def _evaluate(
 
 def _compare(rows: Sequence[EvalRow], other: Path) -> dict[str, Any]:
     """Gains over the newest answers of another directory, per task set and on average."""
-    from treadle.cli.rates import scores_of
-    from treadle.evals.held_out import differences
+    from treadle.evals.held_out import differences, scores_of
     from treadle.evals.statistics import average, paired_gain
     from treadle.store import Store
 
@@ -295,7 +309,9 @@ def _compare(rows: Sequence[EvalRow], other: Path) -> dict[str, Any]:
             )
         steps.add(match[-1].step)
         before, after = scores_of(match[-1]), scores_of(row)
-        for part in before.keys() & after.keys():
+        for part in before:
+            if part not in after:
+                continue
             gain = paired_gain(before[part], after[part])
             gains.setdefault(part, {})[row.taskset] = gain
     return {
@@ -309,20 +325,47 @@ def _compare(rows: Sequence[EvalRow], other: Path) -> dict[str, Any]:
 # --------------------------------------------------------------------------- telling
 
 
-def _means(rows: Sequence[EvalRow]) -> dict[str, Estimate]:
-    """Over the task sets, each weighing the same."""
-    from treadle.cli.rates import PARTS, rates_of
+def _means(rows: Sequence[EvalRow]) -> dict[Measure, Estimate | None]:
+    """Over the task sets that have such a rate, each weighing the same; None where none has.
+
+    As in the report, a graded set without a lenient reading counts there with its strict rate.
+    """
+    from treadle.cli.rates import rates_of
+    from treadle.evals.held_out import MEASURES
     from treadle.evals.statistics import average
 
     rates = [rates_of(row) for row in rows]
-    return {p: average(r[p] for r in rates) for p in PARTS if all(p in r for r in rates)}
+    means: dict[Measure, Estimate | None] = {}
+    for measure in MEASURES:
+        other = "strict" if measure == "lenient" else measure
+        found = [of.get(measure, of.get(other)) for of in rates]
+        there = any(measure in of for of in rates)
+        means[measure] = average(e for e in found if e is not None) if there else None
+    return means
+
+
+def _warnings(store: Store, rows: Sequence[EvalRow]) -> list[str]:
+    """What a reader should know before believing the rates."""
+    from treadle.evals import cautions
+    from treadle.evals.held_out import evaluation, measure_of, told_overlap
+
+    texts = told_overlap(store) or []
+    out = cautions.overlap(len(texts), texts[:3])
+    for row in rows:
+        out += cautions.of_evaluation(evaluation(row))
+        if measure_of(row) == "reward":
+            out.append(f"{row.taskset} cannot grade these questions: what is shown is their reward")
+    return out + cautions.rough(min(mean.n for mean in _means(rows).values() if mean is not None))
 
 
 def _document(
     target: Target, store: Store, rows: Sequence[EvalRow], compared: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     from treadle.cli.rates import describe
+    from treadle.evals.held_out import told_overlap
     from treadle.evals.statistics import Estimate
+
+    overlap = told_overlap(store)
 
     def values(tree: Any) -> Any:
         if isinstance(tree, Estimate):
@@ -337,26 +380,34 @@ def _document(
         "tasksets": [describe(row) for row in rows],
         **values(_means(rows)),
         "compare": values(compared),
+        "overlap_with_training": None if overlap is None else len(overlap),
+        "warnings": _warnings(store, rows),
     }
 
 
 def _print(
     target: Target, store: Store, rows: Sequence[EvalRow], compared: Mapping[str, Any] | None
 ) -> None:
-    from treadle.cli.rates import PARTS, rates_of, text_of
+    from treadle.cli.rates import rates_of, text_of
 
+    means = _means(rows)
+    measures: list[Measure] = [measure for measure, mean in means.items() if mean is not None]
     table = []
     for row in rows:
-        rates = {part: text_of(estimate) for part, estimate in rates_of(row).items()}
-        shown = [rates.get(part, "-") for part in PARTS]
+        rates = {part: text_of(part, estimate) for part, estimate in rates_of(row).items()}
+        shown = [rates.get(part, "-") for part in measures]
         table.append((row.taskset, row.split, *shown, row.n, row.k, f"{row.error_share:.1%}"))
-    print_table(["task set", "split", *PARTS, "questions", "samples", "unscored"], table)
+    print_table(["task set", "split", *measures, "questions", "samples", "unscored"], table)
     print()
     pairs: list[tuple[str, object]] = [("weights", f"{target.label}, step {target.step}")]
-    pairs += [(f"{part}, mean of task sets", text_of(e)) for part, e in _means(rows).items()]
-    for part in PARTS:
+    for part in measures:
+        if (mean := means[part]) is not None:
+            pairs.append((f"{part}, mean of task sets", text_of(part, mean)))
+    for part in measures:
         if compared is not None and part in compared:
             against = f"{compared['run']} (step {', '.join(map(str, compared['steps']))})"
-            pairs.append((f"{part} gain over {against}", text_of(compared[part], gain=True)))
+            pairs.append((f"{part} gain over {against}", text_of(part, compared[part], gain=True)))
     pairs += [("temperature", f"{rows[0].temperature:g}"), ("answers", store.run_dir)]
     print_pairs(pairs)
+    for warning in _warnings(store, rows):
+        print(f"warning: {one_line(warning, 600)}")

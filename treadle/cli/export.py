@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from treadle import machine
+    from treadle.cli.target import existing_run
 
+    existing_run(args.run_dir)
     machine.tune()
     import torch
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treadle.render import Renderer
     from treadle.tasks import Mix
     from treadle.tools import Tools
+    from treadle.types import Task
 
 PROMPTS = 16
 """Of each task set, rendered to see how long they are."""
@@ -53,7 +54,8 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     probe = machine.probe()
     dtype = probe.dtype if config.model.dtype == "auto" else config.model.dtype
     trained = trained_parameters(config, loaded)
-    tasks = [_taskset(config, mix, i, renderer, tools) for i in range(len(config.tasks))]
+    limit = loaded.shape.max_context
+    tasks = [_taskset(config, mix, i, renderer, tools, limit) for i in range(len(config.tasks))]
     result = {
         "compute": {
             "device": probe.device,
@@ -94,16 +96,22 @@ def trained_parameters(config: RunConfig, loaded: LoadedModel) -> int:
 
 
 def _taskset(
-    config: RunConfig, mix: Mix, index: int, renderer: Renderer, tools: Tools
+    config: RunConfig, mix: Mix, index: int, renderer: Renderer, tools: Tools, limit: int
 ) -> dict[str, Any]:
-    """One task set: what it holds, what it pays, how long its prompts are."""
+    """One task set: what it holds, what it pays, how long its prompts are. `limit`: of context."""
+    from treadle.api import LOOKED_AT, training_tasks
     from treadle.evals.evaluate import questions
+    from treadle.reward import require_gradable
 
     taskset, settings = mix.tasksets[index], config.tasks[index]
     train = taskset.size(mix.split)
-    shown = [taskset.task(i, mix.split) for i in range(min(PROMPTS, train or PROMPTS))]
-    lengths = [len(renderer.prompt(task.messages, tools.schemas)) for task in shown]
-    held_out = len(questions(taskset, config.eval)) if config.eval.questions else 0
+    looked_at = training_tasks(mix, taskset, LOOKED_AT)
+    asked = questions(taskset, config.eval) if config.eval.questions else ()
+
+    def prompts(tasks: Sequence[Task]) -> list[int]:
+        return [len(renderer.prompt(task.messages, tools.schemas)) for task in tasks[:PROMPTS]]
+
+    lengths, asked_lengths = prompts(looked_at), prompts(asked)
     total = sum(t.ratio for t in config.tasks)
     return {
         "name": taskset.name,
@@ -111,10 +119,19 @@ def _taskset(
         "share": settings.ratio / total,
         "reward": settings.reward,
         "train_tasks": train,
-        "held_out_questions": held_out,
+        "held_out_questions": len(asked),
         "held_out_split": config.eval.split,
+        "cannot_be_judged": {
+            mix.split: [require_gradable(settings, taskset, looked_at), len(looked_at)],
+            config.eval.split: [require_gradable(settings, taskset, asked), len(asked)],
+        },
         "prompt_tokens_mean": fmean(lengths),
         "prompt_tokens_max": max(lengths),
+        "prompts_too_long": {
+            # A prompt needs room for one token of an answer.
+            split: [sum(n >= limit for n in found), len(found), max(found, default=0)]
+            for split, found in ((mix.split, lengths), (config.eval.split, asked_lengths))
+        },
     }
 
 
@@ -209,11 +226,15 @@ def _template(renderer: Renderer) -> dict[str, Any]:
 def _run_dir(run_dir: Path) -> dict[str, Any]:
     """Whether a start would find the place free."""
     from treadle.cli.target import is_run
+    from treadle.evals import EVALUATED
     from treadle.store import Store
 
     if is_run(run_dir):
         with Store.open(run_dir, readonly=True) as store:
-            done, status = store.frontier().step, store.info().status
+            done, info = store.frontier().step, store.info()
+        status = info.status
+        if EVALUATED in info.provenance:
+            return {"path": run_dir, "state": "other", "says": "holds an evaluation, not a run"}
         says = f"holds a run: {status}, {done} steps done; --resume goes on with it"
         return {"path": run_dir, "state": "run", "steps_done": done, "says": says}
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
@@ -231,9 +252,10 @@ def _cautions(config: RunConfig, result: Mapping[str, Any]) -> list[str]:
                 f"{taskset['name']}: split `{config.eval.split}` has {found} distinct questions, "
                 f"{wanted} are asked for"
             )
+        out += _unusable(taskset, result["model"]["shape"]["max_context"])
         longest = taskset["prompt_tokens_max"] + config.rollout.max_new_tokens
         limit = result["model"]["shape"]["max_context"]
-        if longest > limit:
+        if taskset["prompt_tokens_max"] < limit < longest:
             out.append(
                 f"{taskset['name']}: a prompt of {taskset['prompt_tokens_max']} tokens and an "
                 f"answer of {config.rollout.max_new_tokens} exceed the context of {limit}: "
@@ -249,6 +271,25 @@ def _cautions(config: RunConfig, result: Mapping[str, Any]) -> list[str]:
     for name, room in (("free", disk["free_bytes"]), ("store.max_gib", disk["limit_bytes"])):
         if disk["total_bytes"] > room:
             out.append(f"about {size(disk['total_bytes'])} of disk, {name} is {size(room)}")
+    return out
+
+
+def _unusable(taskset: Mapping[str, Any], limit: int) -> list[str]:
+    """Tasks that will give nothing to learn from and nothing to measure."""
+    out = []
+    for split, (num, of, longest) in taskset["prompts_too_long"].items():
+        if num:
+            out.append(
+                f"{taskset['name']}: {num} of {of} prompts looked at in split `{split}` do not fit "
+                f"(prompt of {longest} tokens, max_context {limit}): they stay unscored; raise "
+                "model.max_context or leave them out"
+            )
+    for split, (num, of) in taskset["cannot_be_judged"].items():
+        if num:
+            out.append(
+                f"{taskset['name']}: {num} of {of} tasks looked at in split `{split}` cannot be "
+                f"judged by reward `{taskset['reward']}`: they stay unscored"
+            )
     return out
 
 

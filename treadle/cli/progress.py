@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     ("reward", "reward/mean", ".3f"),
-    ("strict", "reward/solved_frac", ".1%"),
+    ("solved", "reward/solved_frac", ".1%"),
     ("length", "rollout/sampled_tokens_mean", ".1f"),
     ("entropy", "policy/entropy_nats", ".3f"),
 )
@@ -31,7 +31,7 @@ _SHOWN = (
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], skipped: str = "") -> str:
-    """One step in words: "step 3/90  reward 0.412  strict 12.5%  ...  dropped 2"."""
+    """One step in words: "step 3/90  reward 0.412  solved 12.5%  ...  dropped 2"."""
     parts = [f"step {step}/{steps}"]
     parts += [f"{word} {metrics[name]:{form}}" for word, name, form in _SHOWN if name in metrics]
     seconds = metrics.get("time/generate_s", 0.0) + metrics.get("time/train_s", 0.0)

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from treadle.api import Run
+    from treadle.cli.target import existing_run
 
-    finished = Run(args.run_dir)
+    finished = Run(existing_run(args.run_dir))
     if args.html:
         from treadle.evals.page import write_page
 

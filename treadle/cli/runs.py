@@ -136,9 +136,10 @@ def _row(summary: RunSummary, kind: str, reward: float | None) -> dict[str, Any]
 
 
 def _why(args: argparse.Namespace) -> int:
+    from treadle.cli.target import existing_run
     from treadle.store import Store
 
-    with Store.open(args.run_dir, readonly=True) as store:
+    with Store.open(existing_run(args.run_dir), readonly=True) as store:
         found = _explain(store, args.run_dir, args.events)
     if args.json:
         print_json(found)

@@ -38,9 +38,33 @@ class Target:
 
 
 def is_run(spec: str | Path) -> bool:
+    """Whether a ledger is there; a name that no file can have is none."""
     from treadle.store.layout import DATABASE
 
-    return (Path(spec) / DATABASE).is_file()
+    try:
+        return (Path(spec) / DATABASE).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def existing_run(path: Path) -> Path:
+    """The path, where a run or an evaluation is. Raises ConfigError with what lies beside it."""
+    if not is_run(path):
+        siblings = _siblings(path)
+        raise ConfigError(
+            f"there is no run {path}",
+            hint=f"in {path.parent}: {did_you_mean(path.name, siblings)}"
+            if siblings
+            else "treadle runs list shows what there is",
+        )
+    return path
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [p.name for p in path.parent.glob("*") if is_run(p)]
+    except OSError:
+        return []
 
 
 def run_config_of(spec: str) -> RunConfig | None:
@@ -54,14 +78,8 @@ def run_config_of(spec: str) -> RunConfig | None:
     if is_run(path):
         with Store.open(path, readonly=True) as store:
             return store.config()
-    siblings = [p.name for p in path.parent.glob("*") if is_run(p)] if "/" in spec else []
-    if not path.exists() and (siblings or path.parts[:1] == ("runs",)):
-        raise ConfigError(
-            f"there is no run {spec}",
-            hint=f"in {path.parent}: {did_you_mean(path.name, siblings)}"
-            if siblings
-            else "treadle runs list shows what there is",
-        )
+    if not path.exists() and "/" in spec and (_siblings(path) or path.parts[:1] == ("runs",)):
+        existing_run(path)
     return None
 
 

@@ -17,7 +17,6 @@ from treadle.cli import recipes
 from treadle.cli.arguments import add_set
 from treadle.cli.output import print_json
 from treadle.config import RunConfig, override, to_dict
-from treadle.errors import ConfigError
 
 EXAMPLE = (
     "examples:\n"
@@ -67,15 +66,12 @@ def _resumed(
     args: argparse.Namespace, recipe: RunConfig, run_dir: Path
 ) -> tuple[RunConfig, int, bool]:
     """The stored config with this call's overrides, the steps done, and whether it finished."""
-    from treadle.api import check_resumable
-    from treadle.cli.target import is_run
+    from treadle.api import check_is_run, check_resumable
+    from treadle.cli.target import existing_run
     from treadle.store import Store
 
-    if not is_run(run_dir):
-        raise ConfigError(
-            f"there is no run in {run_dir} to resume", hint="treadle runs list shows what there is"
-        )
-    with Store.open(run_dir, readonly=True) as store:
+    with Store.open(existing_run(run_dir), readonly=True) as store:
+        check_is_run(run_dir, store.info())
         stored, done = store.config(), store.frontier().step
         status = store.info().status
     config = override(stored, args.settings)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from treadle.evals.held_out import Questions, strict_scores
+from treadle.evals.held_out import Questions, measure_of, scores_of
 from treadle.evals.visible import one_line
 from treadle.store import EvalRow, Store
 from treadle.types import Task
@@ -22,7 +22,7 @@ SHOWN = 4
 """Questions of each kind, and samples of each question."""
 
 Said = tuple[tuple[float | None, str], ...]
-"""(strict score, answer) per sample; None = no verdict."""
+"""(score, answer) per sample; None = no verdict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Answers:
     before: Said
     after: Said
     change: float
-    """Of its strict rate."""
+    """Of its strict rate, or of its reward where the task set grades nothing."""
 
 
 def answers(store: Store, evals: Mapping[str, Any]) -> tuple[list[Answers], list[Answers]]:
@@ -61,7 +61,8 @@ def gold_of(task: Task) -> str:
 
 
 def _rates(row: EvalRow) -> dict[str, float]:
-    scored = {id: [v for v in values if v is not None] for id, values in strict_scores(row).items()}
+    scores = scores_of(row)[measure_of(row)]
+    scored = {id: [v for v in values if v is not None] for id, values in scores.items()}
     return {id: fmean(values) for id, values in scored.items() if values}
 
 

@@ -68,39 +68,65 @@ def _ending(report: Mapping[str, Any]) -> list[str]:
 def _measuring(evals: Mapping[str, Any]) -> list[str]:
     out = []
     before, after, gain = evals["before"], evals["after"], evals["gain"]
-    if evals["overlap_with_training"]:
-        first = "; ".join(evals["overlap_examples"])
-        out.append(
-            f"{evals['overlap_with_training']} held-out questions were also trained on, by text: "
-            f"the gain is not a held-out one ({first})"
-        )
-    if gain["reason"]:
+    out += overlap(evals["overlap_with_training"], evals["overlap_examples"])
+    if gain["reason"] and not evals["alone"]:
         out.append(f"there is no before/after gain: {gain['reason']}")
     for label, side in (("before", before), ("after", after)):
-        for name, row in side["tasksets"].items():
-            if row["error_share"]:
-                out.append(
-                    f"{row['error_share']:.1%} of the answers {label} on {name} have no verdict "
-                    "and are left out"
-                )
-    by_reward = [name for name, row in after["tasksets"].items() if not row["own_score"]]
+        for row in side["tasksets"].values():
+            out += of_evaluation(row, "" if evals["alone"] else f" {label}")
+    if evals["alone"] and after["mean"] is not None:
+        out += rough(after["n"])
+    by_reward = [name for name, row in after["tasksets"].items() if row["reward"]]
     if by_reward:
+        left_out = "" if after["measure"] == "reward" else ", and is in no mean over task sets"
         out.append(
-            f"{', '.join(by_reward)} cannot grade its tasks: the rates are means of the reward "
-            "that trained, and say what it says"
+            f"{', '.join(by_reward)} cannot grade its tasks: what is shown is the mean of the "
+            f"reward that trained, and says what it says{left_out}"
         )
     if gain["mean"] is not None:
         out.extend(_reading(gain))
     return out
 
 
-def _reading(gain: Mapping[str, Any]) -> list[str]:
+def overlap(num: int, examples: Sequence[str]) -> list[str]:
+    """Of questions that the evaluated weights were trained on."""
+    if not num:
+        return []
+    return [
+        f"{num} held-out questions were also trained on, by text: the numbers are not held-out "
+        f"ones ({'; '.join(examples)})"
+    ]
+
+
+def rough(num: int) -> list[str]:
+    """Of an interval over so many questions."""
+    if num >= _MIN_QUESTIONS:
+        return []
+    return [f"only {num} distinct held-out questions: the intervals are rough"]
+
+
+def of_evaluation(row: Mapping[str, Any], when: str = "") -> list[str]:
+    """Of one evaluation (`held_out`): what its rates leave out. `when`: " before", " after"."""
     out = []
-    (low, high), loose = gain["ci95"], gain["lenient"]
-    if gain["n"] < _MIN_QUESTIONS:
-        out.append(f"only {gain['n']} distinct held-out questions: the intervals are rough")
+    if row["error_share"]:
+        cause = f"; mostly: {row['cause']}" if row["cause"] else ""
+        out.append(
+            f"{row['error_share']:.1%} of the answers{when} on {row['taskset']} have no verdict "
+            f"and are left out{cause}"
+        )
+    if row["ungraded"]:
+        out.append(
+            f"{row['ungraded']} of {row['n']} questions{when} on {row['taskset']} are ones that "
+            "the task set cannot grade: the rates leave them out"
+        )
+    return out
+
+
+def _reading(gain: Mapping[str, Any]) -> list[str]:
+    out = rough(gain["n"])
+    (low, high), loose, measure = gain["ci95"], gain["lenient"], gain["measure"]
     if low is not None and low <= 0 <= high:
-        out.append(f"the strict gain cannot be told from 0: {low:+.3f} to {high:+.3f}")
+        out.append(f"the {measure} gain cannot be told from 0: {low:+.3f} to {high:+.3f}")
     if low is not None and low > 0 and loose["ci95"][0] is not None and loose["ci95"][0] <= 0:
         out.append(
             f"the strict rate rose by {gain['mean']:.3f}, the lenient one by {loose['mean']:.3f} "

@@ -230,10 +230,13 @@ def bars(
     hint: str = "",
     notes: Sequence[str] = (),
 ) -> Bars:
-    """Horizontal bars of shares in [0, 1]: (label, color, faint, estimate as JSON)."""
+    """Horizontal bars from 0 to 1, or to the largest mean: (label, color, faint, estimate as
+    JSON)."""
     out = []
     y = 2.0
-    scale = WIDTH - BAR_LEFT - BAR_RIGHT
+    means = [e["mean"] for _, _, _, e in rows if e is not None]
+    top = max([1.0, *(m for m in means if isinstance(m, float))])
+    scale = (WIDTH - BAR_LEFT - BAR_RIGHT) / top
     for i, (label, color, faint, estimate) in enumerate(rows):
         y += BAR_GAP if i and not faint else BAR_GAP * 2 if i else 0
         mean = None if estimate is None else estimate["mean"]
@@ -243,13 +246,13 @@ def bars(
         if isinstance(mean, float):
             tip = f"{label}: {mean:.3f}"
             if isinstance(low, float) and isinstance(high, float):
-                ends = (min(1.0, max(0.0, low)), min(1.0, max(0.0, high)))
+                ends = (min(top, max(0.0, low)), min(top, max(0.0, high)))
                 whisker = (
                     round(BAR_LEFT + ends[0] * scale, 1),
                     round(BAR_LEFT + ends[1] * scale, 1),
                 )
                 tip += f", 95% interval {low:.3f} to {high:.3f}"
-        share = min(1.0, max(0.0, mean)) if isinstance(mean, float) else 0.0
+        share = max(0.0, mean) if isinstance(mean, float) else 0.0
         out.append(
             Bar(
                 label=label,

@@ -17,7 +17,15 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from treadle.config import EvalConfig, RolloutConfig
-from treadle.errors import ConfigError, ErrorRecord, HarnessError, first_of
+from treadle.errors import (
+    ConfigError,
+    DataError,
+    ErrorRecord,
+    HarnessError,
+    RewardError,
+    TreadleError,
+    first_of,
+)
 from treadle.harness import Harness
 from treadle.render import Renderer
 from treadle.rollout import derive, run_trajectory
@@ -29,6 +37,10 @@ from treadle.types import Reward, Sampler, Task, Taskset, Trajectory
 EVAL_SEED = 0x5EED
 """Mixed into the run's seed: an evaluation never draws the numbers of a training rollout, and
 before and after draw the same ones, so that their difference is paired."""
+
+ENDING: dict[str, type[TreadleError]] = {"RewardError": RewardError, "LimitExceeded": DataError}
+"""Kind of the first error, what to raise where nothing got a verdict; else HarnessError. A limit
+that leaves no room for a single token is a matter of the tasks and the settings."""
 
 _LOOKS = 20
 """Tasks looked at per question wanted, in a split without an end whose texts repeat."""
@@ -145,8 +157,8 @@ async def evaluate(
                 scope=f"eval-{eval_id}/",
             )
         store.add_eval_result(eval_id, _result(trajectory))
-        if trajectory.error is not None:
-            failures.append(trajectory.error)
+        if (error := trajectory.error or trajectory.reward.error) is not None:
+            failures.append(error)
         stored += 1
         if progress is not None:
             progress(stored, total)
@@ -157,10 +169,12 @@ async def evaluate(
                 group.create_task(answer(index, task, sample))
     except BaseExceptionGroup as errors:
         raise first_of(errors) from errors
-    if wanted and len(failures) == len(wanted):
-        raise HarnessError(
-            f"evaluation of {taskset.name} at step {step}: all {len(wanted)} answers failed, the "
-            f"first with {failures[0].kind}: {failures[0].message}",
+    # What no attempt can judge is asked again by each; it must not end one that has verdicts.
+    lasting = bool(done) and all(failure.kind in ENDING for failure in failures)
+    if wanted and len(failures) == len(wanted) and not lasting:
+        raise ENDING.get(failures[0].kind, HarnessError)(
+            f"evaluation of {taskset.name} at step {step}: all {len(wanted)} answers lack a "
+            f"verdict, the first with {failures[0].kind}: {failures[0].message}",
             hint=failures[0].hint or "what was answered before is kept; run it again",
         )
     store.finish_eval(eval_id)

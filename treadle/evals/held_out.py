@@ -3,8 +3,13 @@
 Guarantees:
 - before = the finished evaluation of step 0, after = that of the last committed step, over all
   task sets; what is missing or partial has no mean and says why, it is never replaced (B121);
+- an evaluation directory (`treadle eval`) has one side, `after`: its newest evaluation, whatever
+  the step of the weights that answered;
 - a gain is paired per question, and refused where the two sides asked different questions or
   asked them differently;
+- what a task set graded and what a reward function paid for are never blended: the strict and
+  the lenient rate are of the questions that the set graded, and a set that grades none has a mean
+  `reward` in their place. Means over task sets are of rates as long as there is one;
 - `n` counts distinct questions by text, over all task sets together;
 - every number carries its settings (B155);
 - questions that were also trained on, by text, are counted.
@@ -18,17 +23,26 @@ Takes: a Store. Gives: JSON values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from treadle.config import TasksConfig
 from treadle.errors import StoreError
+from treadle.evals import EVALUATED
 from treadle.evals.statistics import Estimate, Scores, average, paired_gain, rate
-from treadle.store import EvalRow, Store
+from treadle.store import EvalResult, EvalRow, Store
 from treadle.tasks.mix import names_of
 from treadle.tasks.validate import text_of
 from treadle.types import Task
+
+Measure = Literal["strict", "lenient", "reward"]
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
+Pair = tuple[EvalRow | None, EvalRow | None]
+"""Before and after."""
 
 NOTHING = average([])
 """The estimate of nothing: no mean, n = 0."""
@@ -36,27 +50,58 @@ NOTHING = average([])
 
 def held_out(store: Store) -> dict[str, Any]:
     """before, after, gain, every evaluation, and the overlap with the training prompts."""
-    config = store.info().config
-    rows = store.evals()
+    info = store.info()
+    config, rows = info.config, store.evals()
     names = taskset_names(config, rows)
-    last = store.frontier().step
     asked = Questions(store, rows)
-    pairs = {name: _pair(rows, name, last, config) for name in names}
-    before = _side({n: p[0] for n, p in pairs.items()}, 0, asked)
+    last = store.frontier().step
+    pairs: dict[str, Pair]
+    if alone := EVALUATED in info.provenance:
+        last = max((row.step for row in rows), default=0)
+        pairs = {name: (None, _newest(rows, name, last, config)) for name in names}
+        before = _side({}, 0, asked)
+    else:
+        pairs = {name: _pair(rows, name, last, config) for name in names}
+        before = _side({n: p[0] for n, p in pairs.items()}, 0, asked)
     after = _side({n: p[1] for n, p in pairs.items()}, last, asked)
-    if last == 0:
+    if alone:
+        before["reason"] = "an evaluation has one side; treadle eval --compare RUN gives a gain"
+    elif last == 0:
         after["reason"] = "no step is committed yet"
     if not rows and not config.get("eval", {}).get("questions"):
         before["reason"] = after["reason"] = "evaluations are off (eval.questions is 0)"
-    overlap = asked.overlap([r for r in rows if r.taskset in names])
+    overlap = told_overlap(store) if alone else None
+    if overlap is None:
+        overlap = overlapping(asked.texts([r for r in rows if r.taskset in names]), store)
     return {
+        "alone": alone,
         "before": before,
         "after": after,
         "gain": _gain(pairs, before, after, asked),
-        "all": [_evaluation(row) for row in rows],
+        "all": [evaluation(row) for row in rows],
         "overlap_with_training": len(overlap),
         "overlap_examples": overlap[:3],
     }
+
+
+OVERLAP = "overlap with training"
+"""The event of an evaluation directory that holds `overlapping` with the run evaluated."""
+
+
+def told_overlap(store: Store) -> list[str] | None:
+    """What `treadle eval` found out, the last time."""
+    told = [event.data["questions"] for event in store.events() if event.kind == OVERLAP]
+    return told[-1] if told else None
+
+
+def overlapping(texts: Iterable[str], trained: Store) -> list[str]:
+    """Question texts (`text_of`) that a run was also prompted with, sorted."""
+    texts = set(texts)
+    if not texts:
+        return []
+    # One ordinal per task: a task that comes again has the same text.
+    first = {(p.taskset, p.task_id): p.ordinal for p in reversed(trained.prompts())}
+    return sorted(texts & {text_of(trained.task(ordinal)) for ordinal in first.values()})
 
 
 def taskset_names(config: Mapping[str, Any], rows: Sequence[EvalRow]) -> list[str]:
@@ -69,22 +114,33 @@ def taskset_names(config: Mapping[str, Any], rows: Sequence[EvalRow]) -> list[st
     return list(configured)
 
 
-def strict_scores(row: EvalRow) -> Scores:
-    """Question id -> the task set's own score of each sample; None = no verdict."""
-    return _scores(row, lambda score, parts: score)
+def measure_of(row: EvalRow) -> Measure:
+    """What the answers of a task set were judged by: its own grading, or a reward function."""
+    judged = [r for r in row.results if r.score is not None]
+    return "strict" if not judged or any("score" in r.parts for r in judged) else "reward"
 
 
-def lenient_scores(row: EvalRow) -> Scores | None:
-    """The same by the lenient reading; None when the task set has none."""
-    if not any("lenient" in result.parts for result in row.results):
-        return None
-    return _scores(row, lambda score, parts: None if score is None else parts.get("lenient"))
+def scores_of(row: EvalRow) -> dict[Measure, Scores]:
+    """Scores by what they are, question id -> one of each sample; None = no verdict.
+
+    "strict": the task set's own score, of the questions that it graded; "lenient": the same
+    questions read leniently, where the set has such a reading; or else "reward" alone.
+    """
+    if measure_of(row) == "reward":
+        return {"reward": _scores(row, lambda r: r.score)}
+    out: dict[Measure, Scores] = {"strict": _scores(row, lambda r: r.parts.get("score"))}
+    if any("lenient" in r.parts for r in row.results):
+        out["lenient"] = _scores(
+            row, lambda r: r.parts.get("lenient", r.parts["score"]) if "score" in r.parts else None
+        )
+    return out
 
 
-def _scores(row: EvalRow, read: Callable[[float | None, Mapping[str, float]], Any]) -> Scores:
+def _scores(row: EvalRow, read: Callable[[EvalResult], float | None]) -> Scores:
     scores: dict[str, list[float | None]] = {}
     for result in row.results:
-        scores.setdefault(result.task_id, []).append(read(result.score, result.parts))
+        scored = None if result.score is None else read(result)
+        scores.setdefault(result.task_id, []).append(scored)
     return scores
 
 
@@ -124,24 +180,16 @@ class Questions:
         """Distinct texts of question ids by task set."""
         return len({self.text(name, id) for name, ids in questions.items() for id in ids})
 
-    def overlap(self, rows: Sequence[EvalRow]) -> list[str]:
-        """Texts of evaluated questions that the run was also prompted with, sorted."""
-        asked = {self.text(row.taskset, r.task_id) for row in rows for r in row.results}
-        if not asked:
-            return []
-        # One ordinal per task: a task that comes again has the same text.
-        first = {(p.taskset, p.task_id): p.ordinal for p in reversed(self._store.prompts())}
-        trained = {text_of(self._store.task(ordinal)) for ordinal in first.values()}
-        return sorted(asked & trained)
+    def texts(self, rows: Sequence[EvalRow]) -> set[str]:
+        """Of all questions of these evaluations."""
+        return {self.text(row.taskset, r.task_id) for row in rows for r in row.results}
 
 
 # --------------------------------------------------------------------------- one side
 
 
-def _pair(
-    rows: Sequence[EvalRow], name: str, last: int, config: Mapping[str, Any]
-) -> tuple[EvalRow | None, EvalRow | None]:
-    """The evaluations of a task set that belong together, at step 0 and at the last step."""
+def _at(rows: Sequence[EvalRow], name: str, step: int, config: Mapping[str, Any]) -> list[EvalRow]:
+    """The evaluations of a task set at a step, the one to be preferred last."""
     split = config.get("eval", {}).get("split")
     temperature = config.get("rollout", {}).get("temperature")
 
@@ -149,10 +197,21 @@ def _pair(
         usual = (row.split, row.temperature) == (split, temperature)
         return row.finished, usual, row.id
 
-    first = sorted((r for r in rows if r.taskset == name and r.step == 0), key=preference)
-    final = sorted((r for r in rows if r.taskset == name and r.step == last), key=preference)
+    return sorted((r for r in rows if r.taskset == name and r.step == step), key=preference)
+
+
+def _newest(
+    rows: Sequence[EvalRow], name: str, step: int, config: Mapping[str, Any]
+) -> EvalRow | None:
+    found = _at(rows, name, step, config)
+    return found[-1] if found else None
+
+
+def _pair(rows: Sequence[EvalRow], name: str, last: int, config: Mapping[str, Any]) -> Pair:
+    """The evaluations of a task set that belong together, at step 0 and at the last step."""
     if last == 0:
-        return (first[-1] if first else None), None
+        return _newest(rows, name, 0, config), None
+    first, final = _at(rows, name, 0, config), _at(rows, name, last, config)
     for a in reversed(first):
         for b in reversed(final):
             if a.finished and b.finished and not differences(a, b):
@@ -191,22 +250,37 @@ def _side(rows: Mapping[str, EvalRow | None], step: int, asked: Questions) -> di
     return {
         **out,
         "reason": "; ".join(reasons),
-        "tasksets": {name: _evaluation(row) for name, row in done.items()},
-        "partial": {name: _evaluation(row) for name, row in partial.items()},
+        "tasksets": {name: evaluation(row) for name, row in done.items()},
+        "partial": {name: evaluation(row) for name, row in partial.items()},
         "step": step,
         **_common_settings(list(done.values())),
     }
 
 
 def _rates(rows: Mapping[str, EvalRow], *, complete: bool, asked: Questions) -> dict[str, Any]:
+    """Mean over the task sets that grade; over the others where none does."""
+    measures: dict[str, Measure] = {name: measure_of(row) for name, row in rows.items()}
+    measure = _measure(measures.values())
+    nothing = NOTHING.to_dict()
     if not complete:
-        return {**NOTHING.to_dict(), "lenient": NOTHING.to_dict()}
-    strict = {name: strict_scores(row) for name, row in rows.items()}
-    lenient = {name: lenient_scores(row) or strict[name] for name, row in rows.items()}
+        return {**nothing, "measure": measure, "lenient": nothing}
+    scores = {name: scores_of(rows[name]) for name in rows if measures[name] == measure}
+    strict = {name: of[measure] for name, of in scores.items()}
+    lenient = {name: of.get("lenient", of[measure]) for name, of in scores.items()}
     return {
         **_mean(strict, asked),
-        "lenient": _mean(lenient, asked),
+        "measure": measure,
+        "lenient": _mean(lenient, asked) if _reads_leniently(scores.values()) else nothing,
     }
+
+
+def _measure(measures: Iterable[Measure]) -> Measure:
+    """Of a mean: rewards are averaged only where nothing is graded."""
+    return "reward" if set(measures) == {"reward"} else "strict"
+
+
+def _reads_leniently(scores: Iterable[Mapping[Measure, Any]]) -> bool:
+    return any("lenient" in of for of in scores)
 
 
 def _mean(scores: Mapping[str, Scores], asked: Questions) -> dict[str, object]:
@@ -215,13 +289,12 @@ def _mean(scores: Mapping[str, Scores], asked: Questions) -> dict[str, object]:
     return replace(average(map(rate, scores.values())), n=n).to_dict()
 
 
-def _evaluation(row: EvalRow) -> dict[str, Any]:
+def evaluation(row: EvalRow) -> dict[str, Any]:
     """One stored evaluation with its settings."""
-    lenient = lenient_scores(row)
     tokens = [r.num_sampled for r in row.results]
+    rates: dict[Measure, Estimate] = {part: rate(of) for part, of in scores_of(row).items()}
     return {
-        "strict": rate(strict_scores(row)).to_dict(),
-        "lenient": None if lenient is None else rate(lenient).to_dict(),
+        **_by_measure(rates),
         "sampled_tokens_mean": sum(tokens) / len(tokens) if tokens else None,
         "id": row.id,
         "taskset": row.taskset,
@@ -234,15 +307,31 @@ def _evaluation(row: EvalRow) -> dict[str, Any]:
         "n": row.n,
         "data_hash": row.data_hash,
         "error_share": row.error_share,
-        "own_score": _own_score(row),
+        "cause": _cause(row),
+        "ungraded": num_ungraded(row),
         "settings": dict(row.settings),
     }
 
 
-def _own_score(row: EvalRow) -> bool:
-    """Whether the task set graded it. Where it cannot, the run's reward is the score."""
+def _by_measure(estimates: Mapping[Measure, Estimate]) -> dict[str, Any]:
+    """All measures, null where there is none."""
+    return {m: estimates[m].to_dict() if m in estimates else None for m in MEASURES}
+
+
+def num_ungraded(row: EvalRow) -> int:
+    """Questions with a verdict of the reward alone, left out of the rates of a set that grades
+    others."""
+    if measure_of(row) == "reward":
+        return 0
     judged = [r for r in row.results if r.score is not None]
-    return not judged or any("score" in r.parts for r in judged)
+    graded = {r.task_id for r in judged if "score" in r.parts}
+    return len({r.task_id for r in judged} - graded)
+
+
+def _cause(row: EvalRow) -> str:
+    """Why most of the answers without a verdict have none."""
+    causes = Counter(r.error.message for r in row.results if r.score is None and r.error)
+    return causes.most_common(1)[0][0] if causes else ""
 
 
 def _common_settings(rows: Sequence[EvalRow]) -> dict[str, Any]:
@@ -267,41 +356,43 @@ def _common_settings(rows: Sequence[EvalRow]) -> dict[str, Any]:
 
 
 def _gain(
-    pairs: Mapping[str, tuple[EvalRow | None, EvalRow | None]],
+    pairs: Mapping[str, Pair],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     asked: Questions,
 ) -> dict[str, Any]:
     """After minus before, paired per question; each task set that allows it, and their mean."""
     reasons = list(dict.fromkeys(s["reason"] for s in (before, after) if s["reason"]))
-    strict: dict[str, Estimate] = {}
-    lenient: dict[str, Estimate] = {}
-    tasksets: dict[str, Any] = {}
+    gains: dict[str, dict[Measure, Estimate]] = {}
     judged: dict[str, set[str]] = {}
     for name, (a, b) in pairs.items():
         if a is None or b is None or not (a.finished and b.finished):
             continue
-        if found := differences(a, b):
+        found = differences(a, b)
+        if not found and measure_of(a) != measure_of(b):
+            found = [f"the measure differs ({measure_of(a)} and {measure_of(b)})"]
+        if found:
             reasons.append(f"{name}: {', '.join(found)}")
             continue
-        one, two = strict_scores(a), strict_scores(b)
-        strict[name] = lenient[name] = paired_gain(one, two)
-        judged[name] = _judged(one) & _judged(two)
-        loose = lenient_scores(a), lenient_scores(b)
-        if loose[0] is not None and loose[1] is not None:
-            lenient[name] = paired_gain(loose[0], loose[1])
-        tasksets[name] = {
-            "strict": strict[name].to_dict(),
-            "lenient": None if lenient[name] is strict[name] else lenient[name].to_dict(),
-        }
-    if reasons:
-        strict, lenient = {}, {}
-    n = asked.distinct(judged) if strict else 0
+        one, two = scores_of(a), scores_of(b)
+        gains[name] = {part: paired_gain(one[part], two[part]) for part in one if part in two}
+        measure = measure_of(a)
+        judged[name] = _judged(one[measure]) & _judged(two[measure])
+    measure = _measure("strict" if "strict" in of else "reward" for of in gains.values())
+    whole, loose = NOTHING, NOTHING
+    if gains and not reasons:
+        used = {name: of for name, of in gains.items() if measure in of}
+        n = asked.distinct({name: judged[name] for name in used})
+        whole = replace(average(of[measure] for of in used.values()), n=n)
+        if _reads_leniently(used.values()):
+            loose = average(of.get("lenient", of[measure]) for of in used.values())
+            loose = replace(loose, n=n)
     return {
-        **replace(average(strict.values()), n=n).to_dict(),
-        "lenient": replace(average(lenient.values()), n=n).to_dict(),
+        **whole.to_dict(),
+        "measure": measure,
+        "lenient": loose.to_dict(),
         "reason": "; ".join(reasons),
-        "tasksets": tasksets,
+        "tasksets": {name: _by_measure(of) for name, of in gains.items()},
     }
 
 

@@ -25,10 +25,11 @@ from treadle.errors import StoreError
 from treadle.evals.answers import answers
 from treadle.evals.charts import Bars, Chart, Series, bars, chart, compact
 from treadle.evals.definitions import STAGES, Definition, define, definitions
+from treadle.evals.held_out import MEASURES
 from treadle.evals.pieces import pieces_of
 from treadle.evals.report import CURVES, summarise
 from treadle.evals.samples import choose
-from treadle.evals.terminal import duration, estimate, model_name, short_name
+from treadle.evals.terminal import duration, estimate, mean_of, model_name, short_name
 from treadle.evals.visible import visible
 from treadle.store import Store
 
@@ -113,11 +114,16 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(label, number, small print)."""
     gain, tokens, timing = report["eval"]["gain"], report["tokens"], report["timing"]
     tiles = []
-    for label, value in (("strict gain", gain), ("lenient gain", gain["lenient"])):
-        if value["mean"] is not None:
-            low, high = value["ci95"]
-            small = "" if low is None else f"95% interval {low:+.3f} to {high:+.3f}"
-            tiles.append((label, f"{value['mean']:+.3f}", f"{small}, {gain['n']} questions"))
+    alone = report["eval"]["after"] if report["eval"]["alone"] else None
+    for measure in MEASURES:
+        label, value, sign = f"{measure} gain", mean_of(gain, measure), "+"
+        if alone is not None:
+            label, value, sign = measure, mean_of(alone, measure), ""
+        if value is None:
+            continue
+        low, high = value["ci95"]
+        small = "" if low is None else f"95% interval {low:{sign}.3f} to {high:{sign}.3f}, "
+        tiles.append((label, f"{value['mean']:{sign}.3f}", f"{small}{value['n']} questions"))
     steps = report["steps"]
     small = f"{steps['skipped']} skipped" if steps["skipped"] else "none skipped"
     if steps["wanted"]:
@@ -130,38 +136,39 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _before_after(evals: Mapping[str, Any]) -> list[Bars]:
-    before, after, gain = evals["before"], evals["after"], evals["gain"]
-    names = list(dict.fromkeys([*before["tasksets"], *after["tasksets"]]))
+    sides = [evals[side] for side in ("before", "after", "gain")]
+    names = list(dict.fromkeys([*sides[0]["tasksets"], *sides[1]["tasksets"]]))
     cards = []
-    if len(names) > 1 and (before["mean"] is not None or after["mean"] is not None):
-        sides = [
-            {"strict": side, "lenient": side["lenient"]} if side["mean"] is not None else {}
-            for side in (before, after, gain)
-        ]
-        cards.append(_card(f"mean of {len(names)} task sets", "equal weight each", sides))
+    means = [{m: found for m in MEASURES if (found := mean_of(s, m))} for s in sides]
+    if len(names) > 1 and any(means[:2]):
+        kind = "reward" if "reward" in {**means[0], **means[1]} else "strict"
+        num = sum(any(s["tasksets"].get(n, {}).get(kind) for s in sides) for n in names)
+        cards.append(_card(f"mean of {num} task sets", "equal weight each", means, evals["alone"]))
     for name in names:
-        sides = [side["tasksets"].get(name, {}) for side in (before, after, gain)]
-        cards.append(_card(short_name(name), name, sides))
+        parts = [side["tasksets"].get(name, {}) for side in sides]
+        cards.append(_card(short_name(name), name, parts, evals["alone"]))
     return cards
 
 
-def _card(title: str, hint: str, sides: Sequence[Mapping[str, Any]]) -> Bars:
+def _card(title: str, hint: str, sides: Sequence[Mapping[str, Any]], alone: bool) -> Bars:
     before, after, gain = sides
-    rows = []
+    rows: list[tuple[str, str, bool, Mapping[str, object] | None]] = []
     notes = []
-    for rate, color in (("strict", "blue"), ("lenient", "orange")):
-        if before.get(rate) or after.get(rate):
-            rows.append((f"{rate} before", color, True, before.get(rate)))
-            rows.append((f"{rate} after", color, False, after.get(rate)))
-        if gain.get(rate):
-            notes.append(f"{rate} gain {estimate(gain[rate], sign='+')}")
+    for measure, color in zip(MEASURES, ("blue", "orange", "grey"), strict=True):
+        if alone and after.get(measure):
+            rows.append((measure, color, False, after.get(measure)))
+        elif before.get(measure) or after.get(measure):
+            rows.append((f"{measure} before", color, True, before.get(measure)))
+            rows.append((f"{measure} after", color, False, after.get(measure)))
+        if gain.get(measure):
+            notes.append(f"{measure} gain {estimate(gain[measure], sign='+')}")
     return bars(title, rows, hint=hint, notes=notes)
 
 
 def _charts(report: Mapping[str, Any], known: dict[str, Definition]) -> list[Chart]:
     train = report["train"]
     steps, skipped = train["step"], train["skipped"]
-    out = [_eval_chart(report["eval"]["all"])]
+    out = [_eval_chart(report["eval"]["all"], measure) for measure in ("strict", "reward")]
     if not steps:
         return [c for c in out if c]
 
@@ -210,16 +217,17 @@ def _definition(curve: str, known: dict[str, Definition]) -> str:
     return "" if found is None else str(found)
 
 
-def _eval_chart(evaluations: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """The strict rate of every task set over the run, where it was evaluated on the way."""
-    done = [e for e in evaluations if e["finished"] and e["strict"]["mean"] is not None]
+def _eval_chart(evaluations: Sequence[Mapping[str, Any]], measure: str) -> Chart | None:
+    """A measure of every task set over the run, where it was evaluated on the way."""
+    finished = [e for e in evaluations if e["finished"] and e[measure]]
+    done = [e for e in finished if e[measure]["mean"] is not None]
     steps = sorted({e["step"] for e in done})
     if len(steps) < 3:
         return None
     series = []
     colors = ("blue", "orange", "aqua", "violet", "grey")
     for i, name in enumerate(list(dict.fromkeys(e["taskset"] for e in done))[: len(colors)]):
-        at = {e["step"]: e["strict"] for e in done if e["taskset"] == name}
+        at = {e["step"]: e[measure] for e in done if e["taskset"] == name}
         series.append(
             Series(
                 label=short_name(name),
@@ -231,8 +239,10 @@ def _eval_chart(evaluations: Sequence[Mapping[str, Any]]) -> Chart | None:
                 ],
             )
         )
-    text = "The task set's own score on held-out questions, with 95% intervals over questions."
-    return chart("held-out strict rate", text, steps, series)
+    what = "task set's own score" if measure == "strict" else "training reward"
+    text = f"The {what} on held-out questions, with 95% intervals over questions."
+    title = "held-out strict rate" if measure == "strict" else "held-out reward"
+    return chart(title, text, steps, series)
 
 
 def _stages(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.evals.held_out import MEASURES
 from treadle.evals.visible import one_line
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -89,31 +90,45 @@ def _held_out(evals: Mapping[str, Any]) -> list[str]:
         "95% intervals"
     ]
     rows: list[Row] = []
-    for rate in ("strict", "lenient"):
+    sides = (before, after, gain)
+    for measure in MEASURES:
+        cells = {
+            name: [side["tasksets"].get(name, {}).get(measure) for side in sides] for name in names
+        }
+        cells = {name: found for name, found in cells.items() if any(found)}
+        if not cells:
+            continue
         if rows:
             rows.append(("", "", "", ""))
-        rows.append((rate, "before", "after", "gain, paired"))
-        for name in names:
-            cells = [side["tasksets"].get(name, {}).get(rate) for side in (before, after, gain)]
-            if any(cells):
-                rows.append((f"  {short_name(name)}", *_cells(cells)))
-        whole = [side if rate == "strict" else side["lenient"] for side in (before, after, gain)]
-        if len(names) > 1:
-            rows.append((f"  mean of {len(names)}", *_cells(whole)))
-    out += _table(rows)
+        rows.append((measure, "before", "mean" if evals["alone"] else "after", "gain, paired"))
+        rows += [(f"  {short_name(name)}", *_cells(found)) for name, found in cells.items()]
+        base = "reward" if measure == "reward" else "strict"
+        averaged = [n for n in names if any(s["tasksets"].get(n, {}).get(base) for s in sides)]
+        whole = [mean_of(side, measure) for side in sides]
+        if len(averaged) > 1 and any(whole):
+            rows.append((f"  mean of {len(averaged)}", *_cells(whole)))
+    # An evaluation has one side.
+    out += _table([(first, after) for first, _, after, _ in rows] if evals["alone"] else rows)
     for label, side in (("before", before), ("after", after)):
         for name, row in side["partial"].items():
-            mean = row["strict"]["mean"]
+            measure = "strict" if row["strict"] else "reward"
             out.append(
-                f"partial, {label}: {short_name(name)} has {row['n']} questions so far, strict "
-                f"{_number(mean)}; not used above"
+                f"partial, {label}: {short_name(name)} has {row['n']} questions so far, {measure} "
+                f"{_number(row[measure]['mean'])}; not used above"
             )
-    if gain["mean"] is not None:
+    if gain["mean"] is not None and gain["lenient"]["mean"] is not None:
         out.append(
             f"strict {gain['mean']:+.3f} = lenient {gain['lenient']['mean']:+.3f} (skill) "
             f"{gain['mean'] - gain['lenient']['mean']:+.3f} (form of the answer)"
         )
     return out
+
+
+def mean_of(side: Mapping[str, Any], measure: str) -> Mapping[str, Any] | None:
+    """The mean over task sets of a side or of the gain, where it is of this measure."""
+    found = side["lenient"] if measure == "lenient" else side
+    is_of = side["measure"] == ("reward" if measure == "reward" else "strict")
+    return found if is_of and found["mean"] is not None else None
 
 
 def _cells(estimates: Sequence[Mapping[str, Any] | None]) -> tuple[str, str, str]:
@@ -130,8 +145,8 @@ def estimate(value: Mapping[str, Any] | None, *, sign: str = "") -> str:
     return f"{value['mean']:{sign}.3f}{interval}"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
@@ -142,6 +157,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 def _training(report: Mapping[str, Any]) -> list[str]:
     train, steps = report["train"], report["steps"]
+    if report["eval"]["alone"]:
+        return []
     if not steps["done"]:
         return ["no step is committed yet: there is nothing to plot"]
     out = [f"training, steps {train['step'][0]} to {train['step'][-1]}"]
@@ -210,6 +227,8 @@ def _warnings(warnings: Sequence[str]) -> list[str]:
 def _next(report: Mapping[str, Any]) -> list[str]:
     run = shlex.quote(one_line(report["run"]))
     page = f"  treadle report {run} --html report.html   the same with samples, as a page"
+    if report["eval"]["alone"]:
+        return ["next", page]
     if report["status"] in ("failed", "interrupted"):
         return ["next", f"  treadle train RECIPE --run-dir {run} --resume   go on", page]
     if not report["steps"]["done"]:

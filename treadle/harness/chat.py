@@ -139,8 +139,8 @@ class Chat:
         if room < 1:
             raise self._end(
                 Status.TRUNCATED,
-                f"context limit: the prompt of turn {self.turns + 1} has {len(prompt)} tokens, "
-                f"{self._limits.max_context} are allowed with the reply",
+                f"context limit in turn {self.turns + 1}: prompt of {len(prompt)} tokens, "
+                f"max_context {self._limits.max_context}",
             )
         params = self._params(room)
         self._observe(prompt, parent, new)

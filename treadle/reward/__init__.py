@@ -8,7 +8,20 @@ Guarantees: a grader that fails in any way leaves its trajectory unscored, which
 Takes: Trajectory. Gives: Reward.
 """
 
-from treadle.reward.graders import TasksetGrader, grader_of
+from treadle.reward.graders import (
+    TasksetGrader,
+    can_grade,
+    grader_of,
+    require_gradable,
+    without_own,
+)
 from treadle.reward.pool import GraderPool
 
-__all__ = ["GraderPool", "TasksetGrader", "grader_of"]
+__all__ = [
+    "GraderPool",
+    "TasksetGrader",
+    "can_grade",
+    "grader_of",
+    "require_gradable",
+    "without_own",
+]

@@ -21,9 +21,11 @@ from treadle.config import TasksConfig, to_dict
 from treadle.errors import ConfigError, RewardError, did_you_mean
 from treadle.tasks import names_of, open_taskset
 from treadle.tools import import_object
-from treadle.types import Reward, Taskset, Trajectory
+from treadle.types import Reward, Task, Taskset, Trajectory
 
 OWN_REWARDS = ("score", "lenient")
+"""Scores of a task set that a config can name. As parts of a reward these names belong to the
+set: where "score" is among the parts, the set graded the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,48 @@ def check_reward(function: Any, what: str) -> None:
 def _joined(value: Any, scores: Mapping[str, Any]) -> dict[str, Any]:
     """The set's own scores keep their names, whatever the function calls its parts."""
     if isinstance(value, Mapping):
-        return {"reward": value.get("score"), **value, **scores}
+        return {"reward": value.get("score"), **without_own(value), **scores}
     return {**scores, "reward": value}
 
 
 async def _later(value: Awaitable[Any], scores: Mapping[str, Any]) -> dict[str, Any]:
     return _joined(await value, scores)
+
+
+def without_own(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts that a reward function gave, without names that belong to a task set."""
+    return {name: value for name, value in parts.items() if name not in OWN_REWARDS}
+
+
+def can_grade(taskset: Taskset, task: Task, score: str = "score") -> bool:
+    """Whether the task set itself gives this score for answers to the task (not so for a JSONL
+    row without `answer`)."""
+    if score == "score" and taskset.gold(task) is not None:
+        return True
+    try:
+        return score in taskset.grade(task, "")
+    except RewardError:
+        return False
+
+
+def require_gradable(cfg: TasksConfig, taskset: Taskset, tasks: Sequence[Task]) -> int:
+    """How many of these tasks the reward of `cfg` cannot judge; a function judges them all.
+
+    Raises:
+        ConfigError: it can judge none of them.
+    """
+    if cfg.reward not in OWN_REWARDS:
+        return 0
+    lacking = sum(not can_grade(taskset, task, cfg.reward) for task in tasks)
+    if tasks and lacking == len(tasks):
+        has = "an `answer` to grade against" if cfg.reward == "score" else f"a `{cfg.reward}` score"
+        raise ConfigError(
+            f"none of the {lacking} tasks of {taskset.name} that were looked at in split "
+            f"`{tasks[0].split}` has {has}: reward `{cfg.reward}` judges nothing",
+            hint="give the rows an `answer`, or judge them by a function with "
+            "--set tasks.N.reward=module:function",
+        )
+    return lacking
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,9 @@ Guarantees (contract 5 and 7):
 - the whole trajectory ends within its time limit, even if the harness swallows cancellation, and
   the error then names what it was doing;
 - the session is released on every way out;
-- failed and aborted trajectories are not graded; a grader's failure leaves the reward unscored.
+- failed and aborted trajectories are not graded; a grader's failure leaves the reward unscored;
+- a limit that is reached before a token was sampled (a prompt longer than the context) is a
+  failure with its numbers, never an answer that is judged.
 
 Takes: a Task. Gives: a Trajectory. Waits for: the harness, at most `time_limit_s`; the grader,
 which has a limit of its own.
@@ -45,6 +47,8 @@ from treadle.types import (
 )
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
+
+_NO_ROOM = "raise model.max_context, shorten the prompt, or leave such tasks out"
 
 GRACE_S = 5.0
 """For a cancelled harness to clean up, and for a sampler to release a session."""
@@ -188,6 +192,10 @@ def _outcome(chat: Chat, error: Exception | None) -> tuple[Status, Exception | N
         return Status.FAILED, error
     if error is not None or chat.ended is not None:
         chat.end_reason = chat.end_reason or str(error)  # a limit of the harness's own
+        if chat.turns == 0:
+            # Nothing was said, so there is nothing to judge: unscored, which is not 0.
+            limit = LimitExceeded(chat.end_reason, hint=_NO_ROOM)
+            return Status.FAILED, error if chat.ended is None else limit
         return Status.TRUNCATED, None
     if chat.turns == 0:
         return Status.FAILED, HarnessError("the harness returned without asking the policy")

@@ -77,7 +77,9 @@ def _score(row: EvalRow) -> Score:
     by_part: dict[str, dict[str, list[float]]] = {}
     for result in row.results:
         if result.score is not None:
-            for part, value in {**result.parts, "score": result.score}.items():
+            # Where the task set did not grade, what there is is a reward.
+            own = {} if "score" in result.parts else {"reward": result.score}
+            for part, value in {**result.parts, **own}.items():
                 by_part.setdefault(part, {}).setdefault(result.task_id, []).append(value)
     rates = {
         part: sum(sum(v) / len(v) for v in questions.values()) / len(questions)
