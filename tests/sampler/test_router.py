@@ -67,7 +67,7 @@ async def assert_nothing_is_left(router, replicas):
     stats = router.stats()
     assert (stats.sessions, stats.placed, stats.waiting, stats.turns, stats.orphans) == (0,) * 5
     assert set(stats.per_replica.values()) == {0}
-    assert not router._sessions and not router._first and not router._new
+    assert not router._sessions and not router._places.first and not router._places.new
     for handle in router._handles:
         assert not handle.members and not handle.groups and not handle.scopes
     for engine in replicas.values():
@@ -605,7 +605,9 @@ def test_parked_sessions_are_the_youngest_idle_ones_and_come_back():
         replicas = {"r0": SimulatedEngine(replace(COST, prefill_s=1e-6))}
         settings = ConcurrencySettings(at_most=20, max_context=2000)
         async with Router(replicas, concurrency=settings) as router:
-            router._state = replace(router._state, cap=10.0)  # as after a calm time
+            router._places.control = replace(
+                router._places.control, cap=10.0
+            )  # as after a calm time
             for index in range(10):
                 await router.open(f"s{index}")
                 await router.sample(f"s{index}", prompt_of(index, 900), PARAMS)

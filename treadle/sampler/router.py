@@ -34,26 +34,23 @@ import asyncio
 import itertools
 import logging
 import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
 
 from treadle.errors import ConfigError, SamplerError
+from treadle.sampler.places import Handle, Places, Session, Wait
 from treadle.schedule import concurrency as control
-from treadle.schedule.concurrency import Concurrency, ConcurrencySettings, Pool
+from treadle.schedule.concurrency import ConcurrencySettings, Pool
 from treadle.schedule.routing import (
     Caps,
     LeastSessions,
     Policy,
     Resident,
     Rules,
-    Standing,
-    better_home,
     check_failed,
     check_passed,
-    place,
 )
 from treadle.types import (
     Completion,
@@ -70,8 +67,6 @@ REMEMBERED = 10_000
 """Names of expired sessions that are kept, to say so to a caller that comes back."""
 SPEED_TURNS = 5
 """Turns of a replica after which its speed is compared with the pool's."""
-
-T = TypeVar("T")
 
 
 class NoReplica(SamplerError):
@@ -158,106 +153,6 @@ class RouterStats:
     """Calls ended by NoReplica or NoPlace."""
 
 
-class _Session:
-    __slots__ = ("alias", "asked", "busy", "closed", "group", "home", "leaving", "moved", "name",
-                 "opened", "parked", "tokens", "used_s", "wait")  # fmt: skip
-
-    def __init__(self, name: str, group: str, now_s: float) -> None:
-        self.name = name
-        self.alias = name
-        """Its name on `home`."""
-        self.group = group
-        self.home: _Handle | None = None
-        self.asked = False
-        """`home` was asked to open it."""
-        self.opened = False
-        """And did."""
-        self.wait: _Wait | None = None
-        self.busy = False
-        self.closed = False
-        self.parked = False
-        self.leaving = False
-        """To be parked after its turn."""
-        self.moved = 0
-        """Times that it got another name on a replica."""
-        self.tokens = 0
-        """Of its history: what its KV takes when it is all there."""
-        self.used_s = now_s
-
-
-class _Handle:
-    """A replica and what is known of it. A `routing.ReplicaView`."""
-
-    def __init__(self, name: str, replica: Replica) -> None:
-        self.name = name
-        self.replica = replica
-        self.members: dict[str, _Session] = {}
-        self.groups: dict[str, int] = {}
-        self.scopes: set[asyncio.Timeout] = set()
-        """Of the turns in flight."""
-        self.standing = Standing()
-        self.load: SamplerLoad | None = None
-        self.others = 0
-        """Sessions that it had at the last checks and that are not ours."""
-        self.strangers = 0
-        """The same at the last check alone."""
-        self.measured_cap: int | None = None
-        self.orphans: dict[str, None] = {}
-        """Sessions that it may hold for nobody."""
-        self.sweeping = False
-        self.epoch = 0
-        """Grows when its sessions are lost."""
-        self.speed_s = 0.0
-        """Seconds per token of its recent turns."""
-        self.speed_turns = 0
-
-    @property
-    def sessions(self) -> int:
-        return len(self.members) + self.others
-
-    @property
-    def healthy(self) -> bool:
-        return self.standing.healthy
-
-    @property
-    def quarantined(self) -> bool:
-        return self.standing.quarantined
-
-    @property
-    def kv_usage(self) -> float:
-        return 0.0 if self.load is None else self.load.kv_usage
-
-    probation = 0
-    """Sessions while on probation."""
-
-    @property
-    def cap(self) -> int | None:
-        if not self.standing.probation:
-            return self.measured_cap
-        return min(self.probation, self.measured_cap or self.probation)
-
-    def in_group(self, group: str) -> int:
-        return self.groups.get(group, 0)
-
-    def bind(self, session: _Session) -> None:
-        self.members[session.name] = session
-        if session.group:
-            self.groups[session.group] = self.groups.get(session.group, 0) + 1
-        session.home = self
-
-    def unbind(self, session: _Session) -> None:
-        del self.members[session.name]
-        if session.group:
-            self.groups[session.group] -= 1
-            if not self.groups[session.group]:
-                del self.groups[session.group]
-        if session.asked:
-            self.orphans[session.alias] = None
-        session.home = None
-        session.asked = session.opened = False
-        session.moved += 1
-
-
 class Router:
     """A `Replica` over replicas. Use it as an async context manager, or `start` and `close` it."""
 
@@ -284,29 +179,30 @@ class Router:
         """
         if not replicas:
             raise ConfigError("a router needs at least one replica")
-        self._handles = [_Handle(name, replica) for name, replica in replicas.items()]
-        for handle in self._handles:
-            handle.probation = rules.probation
-        self._policy = policy
+        self._handles = [
+            Handle(name, replica, rules.probation) for name, replica in replicas.items()
+        ]
+        self._places = Places(self._handles, policy, free=self._sweep_soon)
         self._caps = caps
         self._settings = concurrency
-        self._rules = rules
-        self._quarantine = quarantine
+        never = float("inf")
+        self._rules = (
+            rules
+            if quarantine
+            else replace(rules, kv_enter=never, queue_frac=never, slow_factor=never)
+        )
         self._limits = limits
-        self._state: Concurrency | None = None
         self._resident = Resident()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
-        self._placed = 0
-        self._first: deque[_Wait] = deque()
-        """Waits of sessions that had a place before."""
-        self._new: deque[_Wait] = deque()
+        self._seen = dict.fromkeys(("preemptions", "prefix_query_tokens", "prefix_hit_tokens"), 0)
+        """Sums of the replicas' counters; they survive a replica's restart."""
         self._poller: asyncio.Task[None] | None = None
         self._closed = False
         self._gone_s: float | None = None
         """Clock since which no replica answers."""
         self._counts = dict.fromkeys(
-            ("opened", "released", "expired", "completed", "moves", "parks", "failovers",
+            ("opened", "released", "expired", "completed", "failovers",
              "retried_turns", "quarantines", "losses", "readmissions", "refused"), 0)  # fmt: skip
 
     # ------------------------------------------------------------------ life
@@ -327,7 +223,7 @@ class Router:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.wait({self._poller})
-        for wait in [*self._first, *self._new]:
+        for wait in [*self._places.first, *self._places.new]:
             wait.end(SamplerError("the router was closed"))
         for session in list(self._sessions.values()):
             self._end(session)
@@ -375,7 +271,7 @@ class Router:
                 f"session `{session}` is already open", hint="names are unique until release"
             )
         loop = asyncio.get_running_loop()
-        record = self._sessions[session] = _Session(session, group, loop.time())
+        record = self._sessions[session] = Session(session, group, loop.time())
         self._expired.pop(session, None)
         record.busy = True
         try:
@@ -414,7 +310,7 @@ class Router:
         finally:
             record.busy = False
             record.used_s = loop.time()
-            self._park_if_due(record)
+            self._places.park_if_due(record)
         record.tokens = len(prompt) + len(completion.ids)
         self._counts["completed"] += 1
         return completion
@@ -461,28 +357,30 @@ class Router:
         kv_tokens = sum(load.kv_tokens for load in loads)
         return SamplerLoad(
             running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads) + len(self._first) + len(self._new),
+            waiting=sum(load.waiting for load in loads) + self._places.waiting,
             waiting_for_kv=sum(load.waiting_for_kv for load in loads),
             sessions=len(self._sessions),
             kv_usage=sum(load.kv_usage * load.kv_tokens for load in loads) / max(1, kv_tokens),
             kv_tokens=kv_tokens,
-            preemptions=sum(load.preemptions for load in loads),
-            prefix_query_tokens=sum(load.prefix_query_tokens for load in loads),
-            prefix_hit_tokens=sum(load.prefix_hit_tokens for load in loads),
+            preemptions=self._seen["preemptions"],
+            prefix_query_tokens=self._seen["prefix_query_tokens"],
+            prefix_hit_tokens=self._seen["prefix_hit_tokens"],
         )
 
     def stats(self) -> RouterStats:
         return RouterStats(
             sessions=len(self._sessions),
-            placed=self._placed,
+            placed=self._places.placed,
             parked=sum(session.parked for session in self._sessions.values()),
-            waiting=len(self._first) + len(self._new),
+            waiting=self._places.waiting,
             turns=sum(len(handle.scopes) for handle in self._handles),
-            limit=None if self._state is None else self._state.limit,
+            limit=None if self._places.control is None else self._places.control.limit,
             per_replica={handle.name: len(handle.members) for handle in self._handles},
             healthy=sum(handle.healthy for handle in self._handles),
             quarantined=sum(handle.quarantined for handle in self._handles),
             orphans=sum(len(handle.orphans) for handle in self._handles),
+            moves=self._places.moves,
+            parks=self._places.parks,
             **self._counts,
         )
 
@@ -494,21 +392,21 @@ class Router:
     # ------------------------------------------------------------------ a turn
 
     async def _turn(
-        self, record: _Session, prompt: Sequence[int], params: SamplingParams, deadline: float
+        self, record: Session, prompt: Sequence[int], params: SamplingParams, deadline: float
     ) -> Completion:
         loop = asyncio.get_running_loop()
-        self._consider_move(record)
+        self._places.move_if_better(record, self._limits.move_margin)
         for attempt in range(self._limits.attempts):
             if not await self._settle(record, deadline, turn=True):
                 if record.closed or loop.time() >= deadline:
                     return _aborted(prompt)
                 continue
-            home, epoch = record.home, record.home.epoch if record.home else 0
+            home = record.home
             assert home is not None
-            began = loop.time()
-            asked = params if attempt == 0 and began + params.deadline_s <= deadline else replace(
-                params, deadline_s=max(1e-3, deadline - began)
-            )  # fmt: skip
+            epoch, began, asked = home.epoch, loop.time(), params
+            left_s = deadline - began
+            if left_s < params.deadline_s - 1e-6:  # it has waited, or was asked before
+                asked = replace(params, deadline_s=max(1e-3, left_s))
             self._counts["retried_turns"] += attempt > 0
             try:
                 async with asyncio.timeout_at(deadline + self._limits.grace_s) as scope:
@@ -536,7 +434,7 @@ class Router:
             hint="do replicas die of this prompt? its length is " + str(len(prompt)),
         )
 
-    async def _is_callers(self, record: _Session, home: _Handle, epoch: int) -> bool:
+    async def _is_callers(self, record: Session, home: Handle, epoch: int) -> bool:
         """Whether an error of a turn was the request's own, and not of a lost replica."""
         if home.epoch != epoch:
             return False
@@ -551,14 +449,14 @@ class Router:
             return True
         return False
 
-    def _clock_turn(self, home: _Handle, seconds: float, tokens: int) -> None:
+    def _clock_turn(self, home: Handle, seconds: float, tokens: int) -> None:
         if not tokens:
             return
         home.speed_turns += 1
         weight = max(0.1, 1 / home.speed_turns)
         home.speed_s += weight * (seconds / tokens - home.speed_s)
 
-    def _slowness(self, handle: _Handle) -> float | None:
+    def _slowness(self, handle: Handle) -> float | None:
         """Of its recent turns, over the median of the others; None = too few to say."""
         others = [
             h.speed_s
@@ -571,7 +469,7 @@ class Router:
 
     # ------------------------------------------------------------------ places
 
-    async def _settle(self, record: _Session, deadline: float, *, turn: bool = False) -> bool:
+    async def _settle(self, record: Session, deadline: float, *, turn: bool = False) -> bool:
         """Have a place and be open on it. False = try again, closed, or a turn's deadline.
 
         Raises NoReplica; NoPlace at the deadline of an `open`; SamplerError when a replica that
@@ -597,14 +495,14 @@ class Router:
             if record.home is not home:
                 return False  # lost or released meanwhile
             if isinstance(error, TimeoutError):
-                self._leave(record)
+                self._places.leave(record)
                 return False
             record.asked = False  # it refused: what it has under this name is not ours to free
-            self._leave(record)
+            self._places.leave(record)
             raise
         except BaseException:
             if record.home is home:
-                self._leave(record)
+                self._places.leave(record)
             raise
         if record.home is not home:
             home.orphans[alias] = None  # released or lost while it was being opened
@@ -612,14 +510,14 @@ class Router:
         record.opened = True
         return True
 
-    async def _place(self, record: _Session, deadline: float, *, turn: bool) -> bool:
+    async def _place(self, record: Session, deadline: float, *, turn: bool) -> bool:
         """Bind to a replica, waiting for room. False = at the deadline of a turn, or closed."""
         loop = asyncio.get_running_loop()
-        ahead = bool(self._first) or (not turn and bool(self._new))
-        if not ahead and self._bind(record):
+        ahead = bool(self._places.first) or (not turn and bool(self._places.new))
+        if not ahead and self._places.bind(record):
             return True
-        wait = record.wait = _Wait(record)
-        (self._first if turn else self._new).append(wait)
+        wait = record.wait = Wait(record)
+        (self._places.first if turn else self._places.new).append(wait)
         try:
             while not wait.future.done():
                 gone = self._gone_s
@@ -643,95 +541,23 @@ class Router:
         finally:
             record.wait = None
             if wait.queued:
-                (self._first if turn else self._new).remove(wait)
+                (self._places.first if turn else self._places.new).remove(wait)
 
-    def _bind(self, record: _Session) -> bool:
-        """Give a session its place now, if there is one."""
-        if self._state is not None and self._placed >= self._state.limit:
-            return False
-        target = place(self._handles, self._policy, session=record.name, group=record.group)
-        if target is None:
-            return False
-        target.bind(record)
-        record.parked = False
-        self._placed += 1
-        return True
-
-    def _wake(self) -> None:
-        """Places may be free: give them away, sessions that had one before first."""
-        for queue in (self._first, self._new):
-            while queue:
-                wait = queue[0]
-                if not wait.record.closed and not self._bind(wait.record):
-                    return
-                queue.popleft()
-                wait.queued = False
-                wait.end()
-
-    def _leave(self, record: _Session) -> None:
-        """Give up the place; what the replica holds for it becomes an orphan there."""
-        if record.home is None:
-            return
-        record.home.unbind(record)
-        self._placed -= 1
-        if not self._closed:
-            self._wake()
-
-    def _consider_move(self, record: _Session) -> None:
-        """Before a turn: leave a replica that others should have in its place."""
-        home = record.home
-        if home is None:
-            return
-        margin = self._limits.move_margin
-        if not home.quarantined:
-            if margin is None:
-                return
-            lowest = min(len(h.members) + h.others for h in self._handles)
-            if home.sessions - lowest < margin:
-                return
-        target = better_home(home, self._handles, session=record.name, margin=margin)
-        if target is None:
-            return
-        self._counts["moves"] += 1
-        home.unbind(record)
-        target.bind(record)
-        self._sweep_soon(home)
-
-    def _end(self, record: _Session) -> None:
+    def _end(self, record: Session) -> None:
         """The session is over, whatever it was doing."""
         record.closed = True
         if self._sessions.get(record.name) is record:
             del self._sessions[record.name]
-        if self._state is not None and self._settings is not None and record.opened:
+        places = self._places
+        if places.control is not None and self._settings is not None and record.opened:
             now = asyncio.get_running_loop().time()
-            self._state = control.ended(self._state, self._settings, now_s=now, live=self._placed)
+            places.control = control.ended(
+                places.control, self._settings, now_s=now, live=places.placed
+            )
         if record.home is not None:
-            self._leave(record)
+            self._places.leave(record)
         if record.wait is not None:
             record.wait.end()
-
-    def _park(self, count: int) -> None:
-        """Take the place of the youngest sessions, idle ones first; their next turn waits for one.
-
-        A session in a turn keeps its place until the turn has ended.
-        """
-        placed = [record for record in reversed(self._sessions.values()) if record.home is not None]
-        for record in sorted(placed, key=lambda record: record.busy)[:count]:
-            record.leaving = True
-            self._park_if_due(record)
-
-    def _park_if_due(self, record: _Session) -> None:
-        """Between its turns, and unless the surplus has gone meanwhile."""
-        home, state = record.home, self._state
-        if not record.leaving or record.busy or state is None:
-            return
-        record.leaving = False
-        if home is None or self._placed <= state.limit:
-            return
-        record.parked = True
-        self._counts["parks"] += 1
-        self._leave(record)
-        self._sweep_soon(home)
 
     # ------------------------------------------------------------------ replicas
 
@@ -754,12 +580,12 @@ class Router:
                 if handle.load is not None:
                     handle.measured_cap = self._caps.cap(handle.load.kv_tokens, self._resident)
         self._control()
-        self._wake()
+        self._places.wake()
         for handle in self._handles:
             if handle.healthy and handle.orphans:
                 self._sweep_soon(handle)
 
-    async def _check(self, handle: _Handle, *, certain: bool = False) -> None:
+    async def _check(self, handle: Handle, *, certain: bool = False) -> None:
         """One health check; `certain` = there is another sign that the replica is lost."""
         try:
             async with asyncio.timeout(self._limits.health_s):
@@ -775,17 +601,17 @@ class Router:
         if handle.load is not None and handle.healthy and _restarted(handle.load, load):
             logger.warning("replica %s was restarted: its sessions are lost", handle.name)
             self._lose(handle)
+        for counter in self._seen:
+            last, value = getattr(handle.load, counter, 0), getattr(load, counter)
+            self._seen[counter] += value - last if value >= last else value
         handle.load = load
         ours = len(handle.orphans) + sum(record.asked for record in handle.members.values())
         strangers, handle.strangers = handle.strangers, max(0, load.sessions - ours)
         handle.others = min(strangers, handle.strangers)  # a difference of a moment is no stranger
         before = handle.standing
-        rules = self._rules if self._quarantine else replace(
-            self._rules, kv_enter=float("inf"), queue_frac=float("inf"), slow_factor=float("inf")
-        )  # fmt: skip
         after = check_passed(
             before,
-            rules,
+            self._rules,
             load,
             now_s=asyncio.get_running_loop().time(),
             slowness=self._slowness(handle),
@@ -800,9 +626,9 @@ class Router:
             self._counts["readmissions"] += 1
             logger.warning("replica %s answers again", handle.name)
             self._gone_s = None
-            self._wake()
+            self._places.wake()
 
-    def _lose(self, handle: _Handle) -> None:
+    def _lose(self, handle: Handle) -> None:
         """Its sessions have no home any more; turns in flight there are asked again elsewhere."""
         handle.epoch += 1
         handle.speed_turns = 0
@@ -812,12 +638,12 @@ class Router:
             self._gone_s = now
         for record in list(handle.members.values()):
             handle.unbind(record)
-            self._placed -= 1
+            self._places.placed -= 1
             self._counts["failovers"] += 1
         for scope in handle.scopes:
             if not scope.expired():
                 scope.reschedule(now)
-        self._wake()
+        self._places.wake()
 
     def _control(self) -> None:
         """One step of the concurrency controller."""
@@ -827,25 +653,25 @@ class Router:
         pool = Pool(
             now_s=asyncio.get_running_loop().time(),
             loads={h.name: h.load for h in fit if h.load is not None},
-            live=self._placed,
+            live=self._places.placed,
             resident_tokens={
                 h.name: sum(record.tokens for record in h.members.values()) for h in fit
             },
         )
-        if self._state is None:
+        if self._places.control is None:
             if not fit:
                 return
-            self._state = control.begin(pool, self._settings)
-        self._state = control.observe(self._state, pool, self._settings)
-        if self._state.park:
-            self._park(self._state.park)
+            self._places.control = control.begin(pool, self._settings)
+        self._places.control = control.observe(self._places.control, pool, self._settings)
+        if self._places.control.park:
+            self._places.park(self._places.control.park, reversed(self._sessions.values()))
 
-    def _sweep_soon(self, handle: _Handle) -> None:
+    def _sweep_soon(self, handle: Handle) -> None:
         task = asyncio.ensure_future(self._sweep(handle))
         _BACKGROUND.add(task)
         task.add_done_callback(_BACKGROUND.discard)
 
-    async def _sweep(self, handle: _Handle) -> None:
+    async def _sweep(self, handle: Handle) -> None:
         """Free what a replica holds for nobody; what it cannot free now stays an orphan."""
         if handle.sweeping:
             return
@@ -857,7 +683,7 @@ class Router:
         finally:
             handle.sweeping = False
 
-    async def _free(self, handle: _Handle, alias: str) -> bool:
+    async def _free(self, handle: Handle, alias: str) -> bool:
         """Release one orphan. False = not now."""
         if not handle.healthy:
             return False
@@ -896,7 +722,7 @@ class Router:
             state = "was closed" if self._closed else "is not running"
             raise SamplerError(f"the router {state}", hint="call start(), or use `async with`")
 
-    def _known(self, session: str) -> _Session:
+    def _known(self, session: str) -> Session:
         record = self._sessions.get(session)
         if record is not None:
             return record
@@ -914,14 +740,15 @@ class Router:
             hint=f"try again later: they are looked at every {self._limits.poll_s:g} s",
         )
 
-    def _no_place(self, record: _Session) -> NoPlace:
+    def _no_place(self, record: Session) -> NoPlace:
         state = ", ".join(
             f"{h.name}: {h.sessions} of {h.cap if h.cap is not None else 'any'}"
             + ("" if h.healthy else " (lost)")
             + (" (held back)" if h.quarantined else "")
             for h in itertools.islice(self._handles, 8)
         )
-        limit = "" if self._state is None else f", {self._placed} of {self._state.limit} in all"
+        bound = self._places.control
+        limit = "" if bound is None else f", {self._places.placed} of {bound.limit} in all"
         return NoPlace(
             f"session `{record.name}` got no place in {self._limits.open_limit_s:g} s; "
             f"{state}{limit}",
@@ -931,26 +758,6 @@ class Router:
 
 _BACKGROUND: set[asyncio.Task[None]] = set()
 """Sweeps that nobody waits for; each is bounded."""
-
-
-class _Wait:
-    """A call in the queue for a place."""
-
-    __slots__ = ("future", "queued", "record")
-
-    def __init__(self, record: _Session) -> None:
-        self.record = record
-        self.queued = True
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def end(self, error: SamplerError | None = None) -> None:
-        """Let the caller go on and look, or fail."""
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
 
 
 def _restarted(before: SamplerLoad, after: SamplerLoad) -> bool:
