@@ -362,7 +362,7 @@ def many(
 
 
 def held_bytes(sessions: int = 10_000) -> float:
-    """Bytes that the router holds per open session between turns, by tracemalloc."""
+    """Bytes that the router holds per open session beside the replica, by tracemalloc."""
 
     async def main() -> float:
         sizes = []
@@ -428,7 +428,7 @@ def strip(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of the measured parts")
+    parser.add_argument("--rounds", type=int, default=2, help="of the measured parts")
     parser.add_argument("--horizon-s", type=float, default=HORIZON_S, help="simulated seconds")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
