@@ -105,6 +105,8 @@ class RouterLimits:
     """Longest wait for a replica to come back while none answers."""
     grace_s: float = 5.0
     """A replica that has not ended a turn this long after its deadline has failed a check."""
+    score_limit_s: float = 600.0
+    """Longest `score` of a replica."""
     ttl_s: float = 3600.0
     """A session without a turn for this long is released."""
     attempts: int = 4
@@ -124,7 +126,7 @@ class RouterStats:
     waiting: int
     """Calls that wait for a place."""
     turns: int
-    """Turns in flight."""
+    """Turns in flight, and scores."""
     limit: int | None
     """Sessions that the controller lets have a place; None without a controller."""
     per_replica: Mapping[str, int]
@@ -198,6 +200,8 @@ class Router:
         self._seen = dict.fromkeys(("preemptions", "prefix_query_tokens", "prefix_hit_tokens"), 0)
         """Sums of the replicas' counters; they survive a replica's restart."""
         self._poller: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        """Sweeps that nobody waits for."""
         self._closed = False
         self._gone_s: float | None = None
         """Clock since which no replica answers."""
@@ -227,6 +231,8 @@ class Router:
             wait.end(SamplerError("the router was closed"))
         for session in list(self._sessions.values()):
             self._end(session)
+        if self._background:
+            await asyncio.wait(self._background)
         await asyncio.gather(*(self._sweep(handle) for handle in self._handles))
 
     async def __aenter__(self) -> Router:
@@ -327,8 +333,15 @@ class Router:
             handle = min(healthy, key=lambda h: len(h.scopes))
             epoch = handle.epoch
             try:
-                return await handle.replica.score(ids, start, temperature=temperature)
-            except SamplerError:
+                async with asyncio.timeout(self._limits.score_limit_s) as scope:
+                    handle.scopes.add(scope)
+                    try:
+                        return await handle.replica.score(ids, start, temperature=temperature)
+                    finally:
+                        handle.scopes.discard(scope)
+            except (SamplerError, TimeoutError):
+                if handle.epoch != epoch:
+                    continue
                 await self._check(handle, certain=True)
                 if handle.healthy and handle.epoch == epoch:
                     raise
@@ -590,7 +603,7 @@ class Router:
         try:
             async with asyncio.timeout(self._limits.health_s):
                 load = await handle.replica.load()
-        except (SamplerError, TimeoutError) as error:
+        except Exception as error:  # whatever it is, it is no answer
             was = handle.healthy
             handle.standing = check_failed(handle.standing, self._rules, certain=certain)
             if was and not handle.healthy:
@@ -668,8 +681,8 @@ class Router:
 
     def _sweep_soon(self, handle: Handle) -> None:
         task = asyncio.ensure_future(self._sweep(handle))
-        _BACKGROUND.add(task)
-        task.add_done_callback(_BACKGROUND.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _sweep(self, handle: Handle) -> None:
         """Free what a replica holds for nobody; what it cannot free now stays an orphan."""
@@ -754,10 +767,6 @@ class Router:
             f"{state}{limit}",
             hint="fewer rollouts at once, more replicas, or sessions that are never released?",
         )
-
-
-_BACKGROUND: set[asyncio.Task[None]] = set()
-"""Sweeps that nobody waits for; each is bounded."""
 
 
 def _restarted(before: SamplerLoad, after: SamplerLoad) -> bool:
