@@ -1,6 +1,8 @@
 """Engines behind one protocol: `Sampler` in types.py.
 
-    engine/   the built-in one; the reference for what every other must return
+    engine/         the built-in one; the reference for what every other must return
+    router          many replicas as one: sessions placed, moved, failed over, released
+    simulated       costs without computing, on virtual time
 
 Takes: prompt ids. Gives: ids, the logprobs they were drawn with, and the version that drew them.
 """
