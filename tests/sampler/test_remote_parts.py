@@ -31,7 +31,7 @@ def test_a_password_in_the_url_is_refused_and_not_repeated():
 
 
 def test_a_server_that_never_answers_is_given_up():
-    left = None
+    left = asyncio.Event()
 
     async def mute(reader, writer):
         await reader.read()
@@ -39,8 +39,6 @@ def test_a_server_that_never_answers_is_given_up():
         left.set()
 
     async def main():
-        nonlocal left
-        left = asyncio.Event()
         server = await asyncio.start_server(mute, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         http = Http(f"http://127.0.0.1:{port}", name="mute").start()
@@ -179,6 +177,13 @@ def gone(pids, limit_s=10.0):
     return False
 
 
+def _status(process, wanted, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while process.status() != wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    return process.status() == wanted
+
+
 def _zombie(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -191,7 +196,7 @@ def test_a_server_and_its_children_are_gone_after_close_also_when_frozen(stand_i
         assert server.healthy() and "child" in server.log_tail()
         pids = [p.pid for p in server.processes()]
         server.freeze()
-        assert all(p.status() == psutil.STATUS_STOPPED for p in server.processes())
+        assert all(_status(p, psutil.STATUS_STOPPED) for p in server.processes())
         server.thaw()
         assert server.healthy()
         server.freeze()
