@@ -278,6 +278,8 @@ def weights_that_cannot_be_loaded_leave_the_old_ones(make_fake, make_sampler, fo
                 await sampler.adopt(1, empty)
             with pytest.raises(WeightsError, match="0 still serves"):
                 await sampler.adopt(1, half)
+            with pytest.raises(WeightsError, match="no directory on this machine"):
+                await sampler.adopt(1, folder / "absent")
             done = await turn(sampler)
             await sampler.adopt(2, weights(folder / "w", 2))
             with pytest.raises(WeightsError, match="versions only grow"):

@@ -321,7 +321,7 @@ class Remote(ABC):
         self._check_version(version)
         folder = self._write(self._policy, version)
         try:
-            self._io.wait(self._adopt(version, folder), PUBLISH_S)
+            self._io.wait(self._adopt(version, folder), PUBLISH_S + GRACE_S)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -329,7 +329,7 @@ class Remote(ABC):
     async def adopt(self, version: int, folder: Path | str) -> None:
         """Serve what a directory holds, a PEFT adapter or a whole model, as `version`.
 
-        The path is the server's. Raises WeightsError as `publish` does.
+        This machine and the server's see it under one path. Raises WeightsError as `publish` does.
         """
         await self._io.call(self._adopt(version, Path(folder)))
 
@@ -355,8 +355,9 @@ class Remote(ABC):
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise WeightsError(f"{folder}: cannot be written: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         return folder
 
     # ------------------------------------------------------------------ on the I/O loop: turns
@@ -536,6 +537,11 @@ class Remote(ABC):
             async with limit, self._publishing:
                 self._check_alive()
                 self._check_version(version)
+                if not folder.is_dir():
+                    raise WeightsError(
+                        f"{folder} is no directory on this machine",
+                        hint="this machine and the server's must see it under one path",
+                    )
                 if (folder / ADAPTER_FILE).exists():
                     await self._adopt_adapter(version, folder)
                 else:

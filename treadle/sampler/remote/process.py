@@ -176,11 +176,13 @@ class LocalVllm:
     def freeze(self) -> None:
         """Let it use no CPU until `thaw`; requests wait meanwhile."""
         for process in self.processes():
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def thaw(self) -> None:
         for process in reversed(self.processes()):
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
