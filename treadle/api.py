@@ -377,12 +377,14 @@ def open_tasks(config: RunConfig) -> Mix:
     a split that is trained or evaluated is empty.
     """
     from treadle.evals.evaluate import questions
+    from treadle.harness import harness_named
     from treadle.reward import grader_of
     from treadle.tasks import first, open_mix
     from treadle.tools import load_tools
 
     grader_of(config.tasks, config.seed)
     load_tools(config.rollout.tools)
+    harness_named(config.rollout.harness)
     mix = open_mix(config.tasks, config.seed)
     for taskset in mix.tasksets:
         first(taskset, mix.split, 1)

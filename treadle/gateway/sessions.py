@@ -561,15 +561,16 @@ class Sessions:
         """Expire what was abandoned; how many that were."""
         now = asyncio.get_running_loop().time()
         old = [s for s in self._open.values() if not s.in_flight and now - s.last_used > self.ttl_s]
-        for session in old:
-            self.expired += 1
+        why = f"the session expired after {self.ttl_s:g} s without use"
+        await asyncio.gather(*(self.close(session, why) for session in old))
+        self.expired += len(old)
+        if old:
             log.warning(
-                "session %s... expired after %g s without a request; its %d turns are lost",
-                session.key[:6],
+                "%d sessions expired after %g s without a request; their %d turns are lost",
+                len(old),
                 self.ttl_s,
-                session.recorder.turns,
+                sum(s.recorder.turns for s in old),
             )
-            await self.close(session, f"the session expired after {self.ttl_s:g} s without use")
         return len(old)
 
 
