@@ -36,6 +36,7 @@ from treadle.threads import run as run_coroutine
 from treadle.types import Provenance, Reward, Trajectory
 
 if TYPE_CHECKING:
+    from treadle.harness import Harness
     from treadle.loop import Observer, Parts
     from treadle.models.load import LoadedModel
     from treadle.models.policy import Policy
@@ -321,9 +322,17 @@ def _constants(constants: Sequence[object]) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _parts(
-    config: RunConfig, reward: RewardFunction | None
+    config: RunConfig,
+    reward: RewardFunction | None,
+    *,
+    mix: Any = None,
+    harness: Harness | None = None,
+    grade: Callable[[Trajectory], Awaitable[Reward]] | None = None,
 ) -> AsyncIterator[tuple[Parts, dict[str, Provenance]]]:
-    """Build every stage, check what can be checked before a token is sampled, close them all."""
+    """Build every stage, check what can be checked before a token is sampled, close them all.
+
+    `mix`, `harness` and `grade` take the place of what the config names.
+    """
     from treadle.harness import harness_named
     from treadle.loop import Parts
     from treadle.reward import GraderPool
@@ -332,7 +341,7 @@ async def _parts(
     from treadle.train import Trainer
     from treadle.weights.publish import Publisher
 
-    mix = open_tasks(config)
+    mix = open_tasks(config) if mix is None else mix
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
     tools = load_tools(config.rollout.tools)
@@ -351,7 +360,7 @@ async def _parts(
     } | {f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)}
     with GraderPool() as pool:
         async with Engine(policy, max_rows=rows) as engine:
-            grades = _grades(config, reward, mix, pool)
+            grades = (grade, grade) if grade else _grades(config, reward, mix, pool)
             yield (
                 Parts(
                     policy=policy,
@@ -361,7 +370,7 @@ async def _parts(
                     trainer=Trainer(policy, config.learn, seed=config.seed),
                     publisher=Publisher(),
                     mix=mix,
-                    harness=harness_named(config.rollout.harness),
+                    harness=harness or harness_named(config.rollout.harness),
                     tools=tools,
                     reward=grades[0],
                     score=grades[1],

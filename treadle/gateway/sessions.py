@@ -46,6 +46,7 @@ from treadle.errors import (
     LimitExceeded,
     SamplerError,
     TreadleError,
+    boundary,
 )
 from treadle.gateway.recorder import ContextExceeded, Place, Recorder, Turn
 from treadle.gateway.wire import Answer, Ask, RequestError
@@ -69,11 +70,14 @@ Raw = str | tuple[int, ...]
 class Overflow(RequestError):
     """The prompt leaves no room in the context; worded by each dialect."""
 
-    def __init__(self, prompt: int, limit: int) -> None:
-        super().__init__("context length exceeded", code="context_length_exceeded")
-        self.prompt = prompt
-        self.limit = limit
-        self.param = "messages"
+    prompt = 0
+    limit = 0
+
+    @classmethod
+    def of(cls, prompt: int, limit: int) -> Overflow:
+        error = cls("context length exceeded", code="context_length_exceeded", param="messages")
+        error.prompt, error.limit = prompt, limit
+        return error
 
 
 @dataclass(slots=True, eq=False)
@@ -210,7 +214,7 @@ class Session:
         if isinstance(error, RequestError):
             return error
         if isinstance(error, ContextExceeded):
-            return Overflow(error.prompt_tokens, error.max_context)
+            return Overflow.of(error.prompt_tokens, error.max_context)
         if isinstance(error, LimitExceeded):
             status = 504 if self.recorder.ended is Status.ABORTED else 400
             return RequestError(error.message, status=status, code="limit_reached")
@@ -430,7 +434,8 @@ class Session:
             return self._idle.pop()
         self._num_lanes += 1
         name = f"{self.recorder.session}~{self._num_lanes}"
-        await self.recorder.sampler.open(name)
+        with boundary(SamplerError, f"session {name}: open"):
+            await self.recorder.sampler.open(name)
         self._lanes.add(name)
         return name
 
@@ -511,7 +516,6 @@ class Sessions:
         self.expired = 0
         self._open: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
-        self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._open)

@@ -51,7 +51,7 @@ KILL_LIMIT_S = 5.0
 
 def external(agent: Agent) -> Harness:
     """A harness that runs `agent` against the gateway for one trajectory at a time."""
-    shared = _Shared()
+    shared = SharedGateway()
 
     async def run(task: Task, chat: Chat, tools: Tools, limits: Limits) -> None:
         async with shared.session(chat) as (gateway, session):
@@ -84,7 +84,7 @@ async def _run(agent: Agent, task: Task, base_url: str, api_key: str) -> None:
 
 
 @dataclass
-class _Shared:
+class SharedGateway:
     """One gateway for all trajectories that run at the same time on a loop."""
 
     users: dict[asyncio.AbstractEventLoop, int] = field(default_factory=dict)
@@ -109,7 +109,8 @@ class _Shared:
             if not self.users[loop]:
                 del self.users[loop]
                 started = self.gateways.pop(loop, None)
-                if started is not None and started.done() and not started.cancelled():
+                failed = started is None or not started.done() or started.cancelled()
+                if started is not None and not failed and started.exception() is None:
                     await started.result().close()
 
     async def _gateway(self, loop: asyncio.AbstractEventLoop) -> Gateway:
@@ -226,4 +227,4 @@ def _name(agent: Any) -> str:
     return getattr(agent, "__qualname__", None) or type(agent).__name__
 
 
-__all__ = ["Agent", "Command", "command", "environment_of", "external"]
+__all__ = ["Agent", "Command", "SharedGateway", "command", "environment_of", "external"]
