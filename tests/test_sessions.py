@@ -66,7 +66,9 @@ def test_sessions_of_a_task_are_a_group_and_full_batches_are_trained(tmp_path: P
                 assert {t.reward.value for t in group.trajectories} == {0.0, 1 / 3, 2 / 3}
                 assert all(t.reward.parts["length"] >= 0 for t in group.trajectories)
                 assert all(t.num_trained_tokens > 0 for t in group.trajectories)
-        assert next(store.groups(step=2)).version == 1, "the second batch saw the first one's update"
+        assert next(store.groups(step=2)).version == 1, (
+            "the second batch saw the first one's update"
+        )
 
 
 def test_leaving_early_keeps_what_is_trained_and_lets_the_rest_go(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Agents that know nothing of training, each written against a provider's own package.
 
-They are named by `rollout.harness` as tests.gateway.agents:NAME, and their rewards and the model
-that they call are here too.
+They are named by `rollout.harness` as tests.gateway.agents:NAME; the models that they call are
+made here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import anthropic
 import openai
 
-from treadle.types import Task, Trajectory
+from treadle.types import Task
 
 PARAMETERS = {
     "type": "object",
@@ -31,19 +31,13 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 
-@cache
-def _openai() -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://nowhere.invalid", api_key="none")
-
-
-@cache
-def _anthropic() -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url="http://nowhere.invalid", api_key="none")
-
-
 def openai_tool_loop(task: Task, base_url: str, api_key: str) -> None:
     """The loop of the package's own documentation."""
-    client = _openai().with_options(base_url=base_url, api_key=api_key)
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        _openai_loop(client, task)
+
+
+def _openai_loop(client: openai.OpenAI, task: Task) -> None:
     messages: list[Any] = [{"role": m.role, "content": m.content} for m in task.messages]
     for _ in range(3):
         reply = client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
@@ -59,7 +53,11 @@ def openai_tool_loop(task: Task, base_url: str, api_key: str) -> None:
 
 def anthropic_tool_loop(task: Task, base_url: str, api_key: str) -> None:
     """The same by streamed messages."""
-    client = _anthropic().with_options(base_url=base_url, api_key=api_key)
+    with anthropic.Anthropic(base_url=base_url, api_key=api_key) as client:
+        _anthropic_loop(client, task)
+
+
+def _anthropic_loop(client: anthropic.Anthropic, task: Task) -> None:
     messages: list[Any] = [{"role": m.role, "content": m.content} for m in task.messages]
     for _ in range(3):
         with client.messages.stream(
@@ -103,7 +101,10 @@ def smolagent(task: Task, base_url: str, api_key: str) -> None:
         max_steps=2,
         verbosity_level=-1,
     )
-    agent.run(task.messages[-1].content)
+    try:
+        agent.run(task.messages[-1].content)
+    finally:
+        model.client.close()
 
 
 @cache
@@ -123,24 +124,6 @@ def _smol_add() -> Any:
             return add(a, b)
 
     return Add()
-
-
-# ----------------------------------------------------------------------- rewards
-
-
-def used_the_tool(trajectory: Trajectory) -> float:
-    """Half for a call, half for an answer that says what the tool said."""
-    results = [m.content for m in trajectory.messages if m.role == "tool"]
-    right = bool(results) and trajectory.answer.strip() == results[-1]
-    return 0.5 * bool(results) + 0.5 * right
-
-
-def digits(trajectory: Trajectory) -> float:
-    """Share of digits in what the policy wrote, over all branches."""
-    written = "".join(
-        n.message.content for n in trajectory.nodes if n.party == "policy" and n.message
-    )
-    return sum(c.isdigit() for c in written) / max(len(written), 1)
 
 
 # ----------------------------------------------------------------------- the model
@@ -190,4 +173,12 @@ def build_caller(directory: Path) -> Path:
         )
         assert losses[-1] < 0.5, f"the model has not learnt to call: {losses[-10:]}"
         save_merged(policy, directory)
+    return directory
+
+
+def build_wide(directory: Path) -> Path:
+    """A tiny random model with room for an agent's long prompts."""
+    from treadle.models import tiny
+
+    tiny.build_random(directory, max_context=4096, seed=0)
     return directory

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gateway import agents
+from tests.gateway import agents, rewards
 from treadle.api import run_config
 from treadle.config import (
     EvalConfig,
@@ -39,6 +39,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(agents.build_caller(tmp_path_factory.mktemp("models") / "caller"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(agents.build_wide(tmp_path_factory.mktemp("models") / "wide"))
 
 
 @pytest.fixture
@@ -115,19 +120,19 @@ def check_tokens(store: Store, log: Log) -> int:
     return count
 
 
-def rewards(store: Store) -> list[float]:
+def means_of(store: Store) -> list[float]:
     return [s.metrics["reward/mean"] for s in store.steps()]
 
 
 @pytest.mark.parametrize("agent", ["openai_tool_loop", "anthropic_tool_loop", "smolagent"])
 def test_a_short_run_trains_on_the_engines_own_tokens(
-    agent: str, tasks: Path, tmp_path: Path, log: Log
+    agent: str, tasks: Path, wide: str, tmp_path: Path, log: Log
 ) -> None:
     """A random model, two steps: whatever the agent does with its messages."""
     small = config(
         tasks,
         agent,
-        "tiny-random",
+        wide,
         steps=2,
         rollout=RolloutConfig(
             harness=f"tests.gateway.agents:{agent}",
@@ -135,21 +140,15 @@ def test_a_short_run_trains_on_the_engines_own_tokens(
             groups_per_step=2,
             max_new_tokens=8,
         ),
-        model=ModelConfig(name="tiny-random", dtype="float32", max_context=1024),
+        model=ModelConfig(name=wide, dtype="float32", max_context=4096),
     )
-    run_config(small, tmp_path / "run", reward=letters)
+    run_config(small, tmp_path / "run", reward=rewards.letters)
     with Store.open(tmp_path / "run", readonly=True) as store:
         assert check_tokens(store, log) > 0
         trajectories = [t for s in (1, 2) for g in store.groups(step=s) for t in g.trajectories]
         assert all(t.info["gateway"]["requests"] >= 1 for t in trajectories)
         if agent == "smolagent":  # it writes errors into its own memory and asks again
             assert all(t.info["turns"] >= 2 for t in trajectories)
-
-
-def letters(trajectory: Any) -> float:
-    """Depends on what was sampled, so that a random model's groups differ inside."""
-    written = "".join(m.content for m in trajectory.messages if m.role == "assistant")
-    return (sum(map(ord, written)) % 7) / 7
 
 
 @pytest.mark.slow
@@ -163,10 +162,10 @@ def test_a_tool_loop_learns_to_use_its_tool(
     for seed in range(3):
         log.clear()
         place = tmp_path / str(seed)
-        run_config(config(tasks, agent, caller, seed=seed), place, reward=agents.used_the_tool)
+        run_config(config(tasks, agent, caller, seed=seed), place, reward=rewards.used_the_tool)
         with Store.open(place, readonly=True) as store:
             assert check_tokens(store, log) > 1000
-            means = rewards(store)
+            means = means_of(store)
             print(agent, seed, [round(m, 2) for m in means])
             before.append(sum(means[:2]) / 2)
             after.append(sum(means[-2:]) / 2)
@@ -181,7 +180,9 @@ def test_a_tool_loop_learns_to_use_its_tool(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_third_party_agent_is_trained_as_it_is(tasks: Path, tmp_path: Path, log: Log) -> None:
+def test_a_third_party_agent_is_trained_as_it_is(
+    tasks: Path, wide: str, tmp_path: Path, log: Log
+) -> None:
     """smolagents rewrites its history each step: every step is a branch, all of them trained."""
     before, after = [], []
     for seed in range(3):
@@ -190,7 +191,7 @@ def test_a_third_party_agent_is_trained_as_it_is(tasks: Path, tmp_path: Path, lo
         run = config(
             tasks,
             "smolagent",
-            "tiny-pretrained",
+            wide,
             seed=seed,
             steps=10,
             rollout=RolloutConfig(
@@ -199,12 +200,12 @@ def test_a_third_party_agent_is_trained_as_it_is(tasks: Path, tmp_path: Path, lo
                 groups_per_step=4,
                 max_new_tokens=12,
             ),
-            model=ModelConfig(name="tiny-pretrained", dtype="float32", max_context=1024, lora=None),
+            model=ModelConfig(name=wide, dtype="float32", max_context=4096, lora=None),
         )
-        run_config(run, place, reward=agents.digits)
+        run_config(run, place, reward=rewards.digits)
         with Store.open(place, readonly=True) as store:
             assert check_tokens(store, log) > 500
-            means = rewards(store)
+            means = means_of(store)
             print("smolagent", seed, [round(m, 2) for m in means])
             before.append(sum(means[:2]) / 2)
             after.append(sum(means[-2:]) / 2)

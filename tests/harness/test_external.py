@@ -36,8 +36,12 @@ def ask(base_url: str, *messages: str) -> str:
     """One chat completion by nothing but the standard library."""
     body = {"messages": [{"role": "user", "content": m} for m in messages]}
     request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=20) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+    try:
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return json.load(reply)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
 
 
 def run(agent: Any, script: Any, **changes: Any) -> tuple[Trajectory, Any]:
@@ -151,7 +155,7 @@ for flavour, path in (("OPENAI", "/chat/completions"), ("ANTHROPIC", "/v1/messag
     url, key = os.environ[flavour + "_BASE_URL"], os.environ[flavour + "_API_KEY"]
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 9}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"x-api-key": key})
-    urllib.request.urlopen(request, timeout=20).read()
+    with urllib.request.urlopen(request, timeout=20) as reply: reply.read()
 """
 
 

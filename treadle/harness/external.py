@@ -45,6 +45,8 @@ Agent = Callable[[Task, str, str], "Awaitable[object] | object"]
 
 OUTPUT_BYTES = 4000
 """Of a command's output, from its end, shown when it fails."""
+POLL_S = 0.05
+"""How often a running command is looked at."""
 KILL_LIMIT_S = 5.0
 """For a killed command to be gone."""
 
@@ -147,7 +149,9 @@ class Command:
         feed = asyncio.ensure_future(_feed(process, prompt.encode()))
         drain = asyncio.ensure_future(_drain(process, output))
         try:
-            status = await process.wait()
+            # Not wait(): it also waits for whoever else holds the pipes open.
+            while (status := process.returncode) is None:
+                await asyncio.sleep(POLL_S)
         finally:
             await _kill(process)  # what it left behind holds its output open
             await asyncio.wait({feed, drain}, timeout=KILL_LIMIT_S)
