@@ -124,7 +124,14 @@ def means_of(store: Store) -> list[float]:
     return [s.metrics["reward/mean"] for s in store.steps()]
 
 
-@pytest.mark.parametrize("agent", ["openai_tool_loop", "anthropic_tool_loop", "smolagent"])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        "openai_tool_loop",
+        "anthropic_tool_loop",
+        pytest.param("smolagent", marks=pytest.mark.slow),
+    ],
+)
 def test_a_short_run_trains_on_the_engines_own_tokens(
     agent: str, tasks: Path, wide: str, tmp_path: Path, log: Log
 ) -> None:
