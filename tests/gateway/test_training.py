@@ -65,7 +65,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 def config(tasks: Path, agent: str, named: str, **changes: Any) -> RunConfig:
     values: dict[str, Any] = {
-        "steps": 12,
+        "steps": 10,
         "model": ModelConfig(name=named, dtype="float32", max_context=512, lora=None),
         "tasks": (TasksConfig(source=f"jsonl:{tasks}"),),
         "rollout": RolloutConfig(
