@@ -39,6 +39,7 @@ _HOMES = {
     "StoreConfig": "config",
     "TreadleError": "errors",
     "Run": "api",
+    "open_run": "sessions",
 }
 
 _VERBS = ("train", "reward")
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         TasksConfig,
     )
     from treadle.errors import TreadleError
+    from treadle.sessions import open_run
     from treadle.types import (
         Completion,
         Environment,
@@ -93,6 +95,7 @@ __all__ = [
     "Trajectory",
     "TreadleError",
     "__version__",
+    "open_run",
     "reward",
     "train",
 ]

@@ -36,6 +36,7 @@ from treadle.threads import run as run_coroutine
 from treadle.types import Provenance, Reward, Task, Taskset, Trajectory
 
 if TYPE_CHECKING:
+    from treadle.harness import Harness
     from treadle.loop import Observer, Parts
     from treadle.models.load import LoadedModel
     from treadle.models.policy import Policy
@@ -351,9 +352,17 @@ def reward_provenance(reward: RewardFunction | None, config: RunConfig) -> Prove
 
 @contextlib.asynccontextmanager
 async def _parts(
-    config: RunConfig, reward: RewardFunction | None
+    config: RunConfig,
+    reward: RewardFunction | None,
+    *,
+    mix: Any = None,
+    harness: Harness | None = None,
+    grade: Callable[[Trajectory], Awaitable[Reward]] | None = None,
 ) -> AsyncIterator[tuple[Parts, dict[str, Provenance]]]:
-    """Build every stage, check what can be checked before a token is sampled, close them all."""
+    """Build every stage, check what can be checked before a token is sampled, close them all.
+
+    `mix`, `harness` and `grade` take the place of what the config names.
+    """
     from treadle.harness import harness_named
     from treadle.loop import Parts
     from treadle.reward import GraderPool
@@ -362,7 +371,7 @@ async def _parts(
     from treadle.train import Trainer
     from treadle.weights.publish import Publisher
 
-    mix = open_tasks(config, reward)
+    mix = open_tasks(config, reward) if mix is None else mix
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
     tools = load_tools(config.rollout.tools)
@@ -381,7 +390,7 @@ async def _parts(
     } | {f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)}
     with GraderPool() as pool:
         async with Engine(policy, max_rows=rows) as engine:
-            grades = _grades(config, reward, mix, pool)
+            grades = (grade, grade) if grade else _grades(config, reward, mix, pool)
             yield (
                 Parts(
                     policy=policy,
@@ -391,7 +400,7 @@ async def _parts(
                     trainer=Trainer(policy, config.learn, seed=config.seed),
                     publisher=Publisher(),
                     mix=mix,
-                    harness=harness_named(config.rollout.harness),
+                    harness=harness or harness_named(config.rollout.harness),
                     tools=tools,
                     reward=grades[0],
                     score=grades[1],
@@ -414,12 +423,14 @@ def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
     a split that is trained or evaluated is empty, or holds nothing that the reward can judge.
     """
     from treadle.evals.evaluate import questions
+    from treadle.harness import harness_named
     from treadle.reward import grader_of, require_gradable
     from treadle.tasks import first, open_mix
     from treadle.tools import load_tools
 
     grader_of(config.tasks, config.seed)
     load_tools(config.rollout.tools)
+    harness_named(config.rollout.harness)
     mix = open_mix(config.tasks, config.seed)
     for settings, taskset in zip(config.tasks, mix.tasksets, strict=True):
         first(taskset, mix.split, 1)

@@ -90,7 +90,9 @@ class RolloutConfig:
     """Trajectories per task; the advantage is centred over them."""
     groups_per_step: int = 8
     """Groups that one optimiser step trains on."""
-    harness: Literal["single_turn", "tool_loop"] = "single_turn"
+    harness: str = "single_turn"
+    """"single_turn", "tool_loop", or "module:function": an agent that is called as
+    function(task, base_url, api_key) and talks to the model at that address."""
     tools: tuple[str, ...] = ()
     """"module:function" each; typed signatures become JSON schemas."""
     max_new_tokens: int = 48
@@ -109,6 +111,12 @@ class RolloutConfig:
         _require(self.groups_per_step >= 1, "rollout.groups_per_step", self.groups_per_step, ">= 1")
         _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, ">= 1")
         _require(self.max_turns >= 1, "rollout.max_turns", self.max_turns, ">= 1")
+        _require(
+            self.harness in ("single_turn", "tool_loop") or ":" in self.harness,
+            "rollout.harness",
+            self.harness,
+            "one of `single_turn`, `tool_loop`, or module:function",
+        )
         _require(self.max_draws >= 1, "rollout.max_draws", self.max_draws, ">= 1")
         _require(self.time_limit_s > 0, "rollout.time_limit_s", self.time_limit_s, "> 0")
         _require(self.reward_limit_s > 0, "rollout.reward_limit_s", self.reward_limit_s, "> 0")
@@ -223,10 +231,11 @@ class RunConfig:
                 "trajectory every advantage is 0 and nothing is learnt",
                 hint="set rollout.group_size to 2 or more, e.g. --set rollout.group_size=8",
             )
-        if self.rollout.harness == "single_turn" and self.rollout.tools:
+        if self.rollout.harness != "tool_loop" and self.rollout.tools:
+            agent = ":" in self.rollout.harness
             raise ConfigError(
                 f"rollout.tools names {len(self.rollout.tools)} tools, but harness "
-                "`single_turn` never calls one",
+                f"`{self.rollout.harness}` " + ("brings its own" if agent else "never calls one"),
                 hint="--set rollout.harness=tool_loop",
             )
 

@@ -92,6 +92,8 @@ class Parts:
     """What trains."""
     score: Grade
     """The task sets' own strict scores, which evaluate."""
+    task_limit_s: float = TASK_LIMIT_S
+    """For the mix to give one task."""
 
 
 @dataclass
@@ -155,6 +157,17 @@ class Controller:
                 raise _first(group) from group
         await self._evaluate()
 
+    async def save(self) -> None:
+        """A checkpoint of the last committed step, unless it has one; `run` is not running."""
+        step = self._state.step
+        if step and step % self.config.store.checkpoint_every and step != self.config.steps:
+            await self._save(step)
+
+    def standing(self) -> tuple[int, int, tuple[int, ...]]:
+        """(committed steps, groups that are ready, ordinals of groups that are running)."""
+        state = self._state
+        return state.step, len(state.ready), tuple(state.running)
+
     async def _restore(self) -> None:
         """Weights, optimiser and cursor as the ledger says."""
         state, frontier = self._state, self.store.frontier()
@@ -199,7 +212,9 @@ class Controller:
                 await self._changed.wait_for(self._may_start)
             ordinal = state.again.pop(0) if state.again else state.next_ordinal
             state.next_ordinal = max(state.next_ordinal, ordinal + 1)
-            task = await within(TASK_LIMIT_S, f"task {ordinal}", self.parts.mix.task, ordinal)
+            task = await within(
+                self.parts.task_limit_s, f"task {ordinal}", self.parts.mix.task, ordinal
+            )
             self.store.start_group(ordinal, task)
             state.progress = Progress(
                 started=state.progress.started + 1,

@@ -423,9 +423,13 @@ def test_the_time_left_is_the_samplers_deadline() -> None:
     async def main() -> None:
         await source.open("s")
         await chat.turn([user("x")])
-        chat._limits = replace(chat._limits, deadline=asyncio.get_running_loop().time() + 50)
+        chat.recorder.limits = replace(
+            chat.recorder.limits, deadline=asyncio.get_running_loop().time() + 50
+        )
         await chat.turn([user("y")])
-        chat._limits = replace(chat._limits, deadline=asyncio.get_running_loop().time() - 1)
+        chat.recorder.limits = replace(
+            chat.recorder.limits, deadline=asyncio.get_running_loop().time() - 1
+        )
         with pytest.raises(LimitExceeded, match="time limit reached before turn 3"):
             await chat.turn([user("z")])
 
