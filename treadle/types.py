@@ -199,6 +199,10 @@ class SamplerCapabilities:
     score: bool
     shared_prefix: bool
     entropies: bool
+    pause: bool = False
+    """`pause` and `resume`: it can stand still with its sessions open."""
+    offload: bool = False
+    """It can give the memory of its KV back while it stands still."""
 
 
 @runtime_checkable

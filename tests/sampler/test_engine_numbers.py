@@ -64,7 +64,7 @@ def test_a_shared_prompt_is_computed_once_and_gives_the_same_numbers(policy, lib
             return done, engine.stats()
 
     together, stats = asyncio.run(main())
-    alone = run_turns(policy, apart)
+    alone = [run_turns(policy, [each])[0] for each in apart]
     assert [d.ids for d in together] == [d.ids for d in alone]
     assert len({d.ids for d in together}) > 1
     for done in together:
@@ -115,7 +115,7 @@ def test_idle_kv_that_was_given_up_is_computed_again(policy, library):
             assert engine.stats().dropped_tokens == 47
             longer = [*first, *done.ids, 5]
             again = await turn(engine, "a", longer, opened=True)
-            assert again.cached_tokens == 0
+            assert again.cached_tokens == 32, "one block of three was overwritten"
             check(library, longer, again)
 
     asyncio.run(main())
