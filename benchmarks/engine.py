@@ -13,7 +13,9 @@ Figures:
   over the best bf16 1024^3 product of the same process. Decoding alone, prefill excluded; median
   of the rounds, which alternate with the product. `_best` takes the fastest round: neighbours on
   a shared machine slow both sides by turns;
-- engine.tokens_per_s_N: end to end at N sequences.
+- engine.tokens_per_s_N: end to end at N sequences;
+- engine.prefix_hit_8turn: share of all prompt tokens whose KV was there, over 8 sessions of 8 turns
+  of a tool loop: a first prompt of their own of 96 tokens, answers of 48, observations of 16.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Ours:
         from treadle.sampler.engine import Engine
 
         config = RunConfig(
-            model=ModelConfig(name="smollm2-135m", dtype="bfloat16", max_context=256)
+            model=ModelConfig(name="smollm2-135m", dtype="bfloat16", max_context=1024)
         )
         loaded = replace(load_model(config.model), stop_ids=NO_STOP)
         self.vocab = loaded.shape.vocab
@@ -88,6 +90,33 @@ class Ours:
             "decode_tokens_per_s": (after.decode_step_tokens - before.decode_step_tokens) / decode_s,
             "step_ms": 1000 * decode_s / steps,
         }
+
+    def tool_loop(self, sessions: int = 8, turns: int = 8, observation: int = 16) -> float:
+        """Prefix hits over queries, in tokens, of a loop whose context grows by every turn."""
+        from treadle.types import SamplingParams
+
+        rng = random.Random(0)
+
+        def some(count: int) -> list[int]:
+            return [rng.randrange(1000, self.vocab) for _ in range(count)]
+
+        async def one(index: int) -> None:
+            name, prompt = f"loop/{index}", some(PROMPT)
+            await self.engine.open(name)
+            for turn in range(turns):
+                params = SamplingParams(max_new_tokens=NEW, seed=turn)
+                completion = await self.engine.sample(name, prompt, params)
+                prompt = [*prompt, *completion.ids, *some(observation)]
+            await self.engine.release(name)
+
+        async def all_of() -> float:
+            before = await self.engine.load()
+            await asyncio.gather(*(one(i) for i in range(sessions)))
+            after = await self.engine.load()
+            hits = after.prefix_hit_tokens - before.prefix_hit_tokens
+            return hits / (after.prefix_query_tokens - before.prefix_query_tokens)
+
+        return asyncio.run(all_of())
 
     def close(self) -> None:
         self.engine.close()
@@ -168,6 +197,7 @@ def main() -> int:
                     f"{rows['static'][-1]['tokens_per_s']:6.1f}, load {os.getloadavg()[0]:.1f}"
                 )
             detail[name] = rows
+        prefix_hit = ours.tool_loop()
     finally:
         ours.close()
 
@@ -185,6 +215,7 @@ def main() -> int:
         "engine.roofline_fraction_64": flops * median_decode / max(roofline),
         "engine.roofline_fraction_64_best": flops * best_decode / max(roofline),
         "engine.gemm_gflops": max(roofline) / 1e9,
+        "engine.prefix_hit_8turn": prefix_hit,
     }
     figures |= {f"engine.tokens_per_s_{name}": rate(name, "engine") for name in cases}
     finish("engine", figures, {"tuning": TUNING.applied, "cases": detail, "roofline": roofline})
