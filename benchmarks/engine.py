@@ -87,7 +87,8 @@ class Ours:
         return {
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "decode_tokens_per_s": (after.decode_step_tokens - before.decode_step_tokens) / decode_s,
+            "decode_tokens_per_s": (after.decode_step_tokens - before.decode_step_tokens)
+            / decode_s,
             "step_ms": 1000 * decode_s / steps,
         }
 

@@ -191,6 +191,20 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Teacher-forced log-probabilities; all tuples have one entry per scored position."""
+
+    logprobs: tuple[float, ...]
+    """Of the given ids, in nats."""
+    top_ids: tuple[tuple[int, ...], ...]
+    """The most probable ids of each position, best first; ties in id order."""
+    top_logprobs: tuple[tuple[float, ...], ...]
+    """Theirs."""
+    label_logprobs: tuple[tuple[float, ...], ...]
+    """Of the labels that were asked for, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerCapabilities:
     """What a backend really does (contract 10): a lack is reported, never faked."""
 

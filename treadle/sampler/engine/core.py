@@ -40,7 +40,7 @@ from treadle.sampler.engine.blocks import BLOCK, blocks_for
 from treadle.sampler.engine.kv import budget_blocks, can_release_memory
 from treadle.sampler.engine.scheduler import PREFILL_TOKENS, Turn, check_ids
 from treadle.sampler.engine.stepper import EngineStats, OnPublish, Stepper, again, fail, fulfil
-from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams
+from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +246,37 @@ class Engine:
             ConfigError: temperature is not a finite number > 0, or start is out of range.
             SamplerError: an id is not in the vocabulary, or there are more ids than context.
         """
+        given = self._check_score(ids, start, temperature)
+        future = self._ask(lambda: self._stepper.score(given, start, temperature))
+        return await self._answer(future, SWAP_LIMIT_S)
+
+    async def scores(
+        self,
+        ids: Sequence[int],
+        start: int,
+        *,
+        top: int = 0,
+        labels: Sequence[int] = (),
+        temperature: float = 1.0,
+    ) -> Scores:
+        """As `score`, and of each position the `top` most probable ids and chosen `labels`.
+
+        The label of a prompt: `ids` are the prompt and any one id, `start` the prompt's length.
+
+        Raises:
+            ConfigError, SamplerError: as `score`; or `top` is not in 0..vocabulary, or a label is
+                not in the vocabulary.
+        """
+        given = self._check_score(ids, start, temperature)
+        if not 0 <= top <= self._shape.vocab:
+            raise ConfigError(f"`top` must be in 0..{self._shape.vocab}, got {top}")
+        wanted = [int(i) for i in labels]
+        if wanted:
+            check_ids(wanted, self._shape.vocab)
+        future = self._ask(lambda: self._stepper.scores(given, start, temperature, top, wanted))
+        return await self._answer(future, SWAP_LIMIT_S)
+
+    def _check_score(self, ids: Sequence[int], start: int, temperature: float) -> list[int]:
         given = [int(i) for i in ids]
         check_ids(given, self._shape.vocab)
         if len(given) > self._shape.max_context:
@@ -256,8 +287,7 @@ class Engine:
             raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
         if not (math.isfinite(temperature) and temperature > 0):
             raise ConfigError(f"`temperature` must be a finite number > 0, got {temperature!r}")
-        future = self._ask(lambda: self._stepper.score(given, start, temperature))
-        return await self._answer(future, SWAP_LIMIT_S)
+        return given
 
     async def release(self, session: str) -> None:
         """End a session: its KV is free when this returns. A turn in flight ends ABORTED.

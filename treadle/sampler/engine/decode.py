@@ -31,7 +31,7 @@ from treadle.sampler.engine.kv import KvStore
 from treadle.sampler.engine.packed import PackedWeights, can_pack
 from treadle.sampler.engine.paged import PagedAttend, Span
 from treadle.sampler.engine.sampling import Draws
-from treadle.types import Layout, Segment
+from treadle.types import Layout, Scores, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -171,19 +171,54 @@ class Decoder:
     @torch.inference_mode()
     def score(self, ids: Sequence[int], start: int, temperature: float) -> Tensor:
         """fp32 logprobs of ids[start:], each given all before it; touches no KV."""
-        assert self._weights is not None, "no weights were loaded"
-        count = len(ids)
-        attend = PackedAttend(Layout((Segment(0, count, None, 0),)), device=self._device)
-        given = torch.tensor(ids, device=self._device)
-        hidden = forward.run(self._module, given[None], attend.positions, attend, self._weights)[0]
+        hidden, head_weight = self._forced(ids)
         logprobs, _ = head.token_logprobs(
             hidden[start - 1 : -1],
-            self._weights.tensors[self._head.name],
-            given[start:],
+            head_weight,
+            torch.tensor(ids[start:], device=self._device),
             temperature,
             scale=self._head.scale,
         )
         return logprobs
+
+    @torch.inference_mode()
+    def scores(
+        self, ids: Sequence[int], start: int, temperature: float, top: int, labels: Sequence[int]
+    ) -> Scores:
+        """As `score`, with the `top` most probable ids and the logprobs of `labels`."""
+        hidden, head_weight = self._forced(ids)
+        chosen = torch.tensor(ids[start:], device=self._device)[:, None]
+        wanted = torch.tensor(labels, dtype=torch.int64, device=self._device)
+        parts: list[tuple[Tensor, ...]] = []
+        for rows in range(0, len(chosen), head.CHUNK):
+            part = slice(rows, rows + head.CHUNK)
+            logits = head.logits(hidden[start - 1 : -1][part], head_weight)
+            logp = logits.mul_(self._head.scale / temperature).log_softmax(-1)
+            best = logp.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+            given = logp.gather(1, chosen[part])[:, 0]
+            parts.append((given, best, logp.gather(1, best), logp[:, wanted]))
+        given, best, best_logp, labelled = (
+            (
+                [row for part in column for row in part.tolist()]
+                for column in zip(*parts, strict=True)
+            )
+            if parts
+            else ([], [], [], [])
+        )
+        return Scores(
+            logprobs=tuple(given),
+            top_ids=tuple(map(tuple, best)),
+            top_logprobs=tuple(map(tuple, best_logp)),
+            label_logprobs=tuple(map(tuple, labelled)),
+        )
+
+    def _forced(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states of a whole sequence [tokens, hidden], and the head's weight."""
+        assert self._weights is not None, "no weights were loaded"
+        attend = PackedAttend(Layout((Segment(0, len(ids), None, 0),)), device=self._device)
+        given = torch.tensor(ids, device=self._device)
+        hidden = forward.run(self._module, given[None], attend.positions, attend, self._weights)[0]
+        return hidden, self._weights.tensors[self._head.name]
 
     def _hidden(self, ids: NDArray[np.int64], spans: Sequence[Span]) -> Tensor:
         """Last hidden states [tokens, hidden] in the torch path."""

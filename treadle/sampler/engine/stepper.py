@@ -34,7 +34,7 @@ from treadle.sampler.engine.kv import KvStore
 from treadle.sampler.engine.sampling import Draws, draw, uniforms
 from treadle.sampler.engine.scheduler import Scheduler, Turn
 from treadle.sampler.engine.stopping import StopRule
-from treadle.types import StopReason
+from treadle.types import Scores, StopReason
 
 
 class OnPublish(StrEnum):
@@ -234,6 +234,13 @@ class Stepper:
         """As `Sampler.score`; touches no KV."""
         with boundary(SamplerError, f"score of {len(ids)} ids"):
             return tuple(self._decoder.score(ids, start, temperature).tolist())
+
+    def scores(
+        self, ids: Sequence[int], start: int, temperature: float, top: int, labels: Sequence[int]
+    ) -> Scores:
+        """As `Engine.scores`; touches no KV."""
+        with boundary(SamplerError, f"scores of {len(ids)} ids"):
+            return self._decoder.scores(ids, start, temperature, top, labels)
 
     def fail_all(self, error: SamplerError) -> None:
         """Resolve every turn with an error and hold nothing any more."""
