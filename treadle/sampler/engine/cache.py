@@ -61,6 +61,10 @@ class KvCache:
     def adapter_of(self, session: str) -> str:
         return self._sessions[session].adapter
 
+    def sessions_of(self, adapter: str) -> list[str]:
+        """Open sessions that use an adapter."""
+        return [name for name, held in self._sessions.items() if held.adapter == adapter]
+
     def epoch(self, adapter: str) -> int:
         """Of the weights now serving under a name; grows with each `invalidate`."""
         return self._epochs[adapter]

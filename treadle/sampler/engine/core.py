@@ -34,7 +34,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from treadle.errors import ConfigError, SamplerError, TreadleError
+from treadle.errors import ConfigError, SamplerError, TreadleError, WeightsError, did_you_mean
+from treadle.models.linear import Adapter
 from treadle.models.policy import Policy
 from treadle.sampler.engine.blocks import BLOCK, blocks_for
 from treadle.sampler.engine.kv import budget_blocks, can_release_memory
@@ -77,6 +78,7 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         on_publish: OnPublish | str = OnPublish.KEEP,
         session_ttl_s: float = 3600.0,
+        adapters: bool = False,
         name: str = "engine",
     ) -> None:
         """
@@ -89,6 +91,8 @@ class Engine:
             prefill_tokens: prompt tokens computed per step; a longer prompt takes several, between
                 which the running turns go on.
             on_publish: "keep" or "recompute" the KV of turns that run when weights are published.
+            adapters: named adapters will be served beside the policy's weights (`publish_adapter`);
+                their tokens share a pass. It decodes in torch then.
             session_ttl_s: a session without a call for so long is released: its owner has died.
             name: of the thread, and in messages.
 
@@ -124,7 +128,9 @@ class Engine:
             version=version,
             prefill_tokens=prefill_tokens,
             on_publish=OnPublish(on_publish),
+            adapters=adapters,
         )
+        self._serves_adapters = adapters
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         # Guards what callers and the engine thread both touch: the three below, and that no
         # call enters the inbox after the engine thread has emptied it for the last time.
@@ -199,13 +205,21 @@ class Engine:
             shared_prefix=True,
             entropies=True,
             pause=True,
+            experts=self._stepper.has_experts,
+            adapters=self._serves_adapters,
             offload=can_release_memory(self._device),
         )
 
-    async def open(self, session: str, *, group: str = "") -> None:
-        """Start a session; see `Sampler`. Raises SamplerError when the name is taken.
+    async def open(self, session: str, *, group: str = "", adapter: str = "") -> None:
+        """Start a session; see `Sampler`.
 
         Prompts that begin alike are shared whatever their group.
+
+        Args:
+            adapter: name of a published adapter; "" = the policy's own weights.
+
+        Raises:
+            SamplerError: the session's name is taken, or the adapter was never published.
         """
         with self._lock:
             self._check_alive()
@@ -213,9 +227,10 @@ class Engine:
                 raise SamplerError(
                     f"session `{session}` is already open", hint="names are unique until release"
                 )
+            self._check_adapter(adapter)
             self._sessions.add(session)
             now = time.monotonic()
-            self._inbox.put(_Call(lambda: self._stepper.open(session, "", now), Future()))
+            self._inbox.put(_Call(lambda: self._stepper.open(session, adapter, now), Future()))
 
     async def sample(
         self, session: str, prompt: Sequence[int], params: SamplingParams
@@ -233,12 +248,17 @@ class Engine:
         """
         ids = tuple(int(i) for i in prompt)
         self._stepper.scheduler.check(ids, params)
+        if params.experts and not self._stepper.has_experts:
+            raise SamplerError(
+                f"{self.name} serves a dense model: it has no experts to return",
+                hint="leave SamplingParams.experts empty",
+            )
         turn = Turn(session, ids, params, time.monotonic() + params.deadline_s)
         self._post(_Call(lambda: self._stepper.submit(turn), turn.future))
         return await self._answer(turn.future, params.deadline_s + GRACE_S)
 
     async def score(
-        self, ids: Sequence[int], start: int, *, temperature: float = 1.0
+        self, ids: Sequence[int], start: int, *, temperature: float = 1.0, adapter: str = ""
     ) -> tuple[float, ...]:
         """Teacher-forced logprobs under the served weights; see `Sampler`.
 
@@ -247,7 +267,8 @@ class Engine:
             SamplerError: an id is not in the vocabulary, or there are more ids than context.
         """
         given = self._check_score(ids, start, temperature)
-        future = self._ask(lambda: self._stepper.score(given, start, temperature))
+        self._check_adapter(adapter)
+        future = self._ask(lambda: self._stepper.score(given, start, temperature, adapter))
         return await self._answer(future, SWAP_LIMIT_S)
 
     async def scores(
@@ -258,6 +279,7 @@ class Engine:
         top: int = 0,
         labels: Sequence[int] = (),
         temperature: float = 1.0,
+        adapter: str = "",
     ) -> Scores:
         """As `score`, and of each position the `top` most probable ids and chosen `labels`.
 
@@ -270,10 +292,13 @@ class Engine:
         given = self._check_score(ids, start, temperature)
         if not 0 <= top <= self._shape.vocab:
             raise ConfigError(f"`top` must be in 0..{self._shape.vocab}, got {top}")
+        self._check_adapter(adapter)
         wanted = [int(i) for i in labels]
         if wanted:
             check_ids(wanted, self._shape.vocab)
-        future = self._ask(lambda: self._stepper.scores(given, start, temperature, top, wanted))
+        future = self._ask(
+            lambda: self._stepper.scores(given, start, temperature, top, wanted, adapter)
+        )
         return await self._answer(future, SWAP_LIMIT_S)
 
     def _check_score(self, ids: Sequence[int], start: int, temperature: float) -> list[int]:
@@ -374,12 +399,44 @@ class Engine:
                 old weights keep serving.
             SamplerError: the engine is not running.
         """
-        future = self._ask(lambda: self._stepper.load(version))
+        self._wait(self._ask(lambda: self._stepper.load(version)))
+
+    def _wait(self, future: Future[None]) -> None:
         try:
             future.result(SWAP_LIMIT_S)
         except TimeoutError:
             future.cancel()
             raise self._stuck(SWAP_LIMIT_S) from None
+
+    def publish_adapter(self, name: str, adapter: Adapter, version: int = 0) -> None:
+        """Serve an adapter under a name, beside all others, from the next step on.
+
+        Blocks until it is served. KV and sessions of other names are not touched; `version` is
+        what its tokens are recorded with.
+
+        Raises:
+            WeightsError: version is not above the served one, or the adapter does not fit.
+            SamplerError: the engine is not running, or was not made with adapters=True.
+        """
+        if not self._serves_adapters:
+            raise SamplerError(
+                f"{self.name} serves no named adapters", hint="make it with adapters=True"
+            )
+        if not name:
+            raise WeightsError("an adapter needs a name: `` means the policy's own weights")
+        self._wait(self._ask(lambda: self._stepper.load_adapter(name, adapter, version)))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises SamplerError while an open session uses it."""
+        self._wait(self._ask(lambda: self._stepper.drop_adapter(name)))
+
+    def _check_adapter(self, name: str) -> None:
+        known = self._stepper.adapters
+        if name and name not in known:
+            raise SamplerError(
+                f"adapter `{name}` is not served by {self.name}",
+                hint=did_you_mean(name, known) if known else "publish it with publish_adapter",
+            )
 
     def fingerprint(self) -> str:
         """Of the served weights, as the policy computes it: what proves a publication."""

@@ -25,12 +25,24 @@ from treadle.types import ModelShape
 class KvStore:
     """Keys and values in the compute dtype, contiguous; see blocks.py for who owns what."""
 
-    def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: str,
+        experts: tuple[int, int] = (0, 0),
+    ) -> None:
+        """`experts`: layers that have some, and how many they choose for a token."""
         self.shape = shape
         size = (shape.layers, num_blocks, shape.kv_heads, BLOCK, shape.head_dim)
         self._pages: list[mmap.mmap] = []
         self.keys = self._zeros(size, dtype, device)
         self.values = self._zeros(size, dtype, device)
+        self.experts: Tensor | None = None
+        """Which experts computed each position, int16 [num_blocks, BLOCK, layers, k]."""
+        if all(experts):
+            self.experts = self._zeros((num_blocks, BLOCK, *experts), torch.int16, device)
 
     def _zeros(self, size: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
         if torch.device(device).type != "cpu":
@@ -53,6 +65,19 @@ class KvStore:
         source, target = torch.tensor(pairs, device=self.keys.device).T
         for tensor in (self.keys, self.values):
             tensor[:, target] = tensor[:, source]
+        if self.experts is not None:
+            self.experts[target] = self.experts[source]
+
+    def write_experts(self, rows: Tensor, choices: Tensor) -> None:
+        """Record [tokens, layers, k] at `block * BLOCK + offset` of each token."""
+        assert self.experts is not None, "a dense model has no experts"
+        self.experts.flatten(0, 1)[rows] = choices.to(torch.int16)
+
+    def experts_of(self, blocks: Sequence[int], first: int, last: int) -> Tensor:
+        """Choices of positions first..last-1 of a sequence, [positions, layers, k] on the CPU."""
+        assert self.experts is not None, "a dense model has no experts"
+        index = torch.tensor(list(blocks[: blocks_for(last)]), device=self.experts.device)
+        return self.experts[index].flatten(0, 1)[first:last].cpu()
 
     def wipe(self, blocks: Iterable[int]) -> None:
         """Zero blocks that hold non-finite values: 0 x NaN would reach their next owner."""

@@ -315,6 +315,10 @@ def check_params(params: SamplingParams) -> None:
         typed = isinstance(value, int | kind) and not isinstance(value, bool)
         if not (typed and (kind is int or math.isfinite(value)) and holds(value)):
             raise ConfigError(f"sampling parameter `{name}` must be {rule}, got {value!r}")
+    if params.experts not in ("", "full", "delta"):
+        raise ConfigError(
+            f"sampling parameter `experts` must be `full`, `delta` or empty, got {params.experts!r}"
+        )
     if isinstance(params.stop, str) or not all(isinstance(s, str) and s for s in params.stop):
         raise ConfigError(
             f"sampling parameter `stop` must be a tuple of non-empty strings, got {params.stop!r}"

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from treadle.errors import SamplerError, WeightsError, boundary
+from treadle.models import forward
+from treadle.models.linear import Adapter
 from treadle.models.policy import Policy
 from treadle.sampler.engine.blocks import BLOCK
 from treadle.sampler.engine.cache import KvCache
@@ -34,7 +36,7 @@ from treadle.sampler.engine.kv import KvStore
 from treadle.sampler.engine.sampling import Draws, draw, uniforms
 from treadle.sampler.engine.scheduler import Scheduler, Turn
 from treadle.sampler.engine.stopping import StopRule
-from treadle.types import Scores, StopReason
+from treadle.types import ExpertChoices, Scores, StopReason
 
 
 class OnPublish(StrEnum):
@@ -117,11 +119,13 @@ class Stepper:
         version: int,
         prefill_tokens: int,
         on_publish: OnPublish,
+        adapters: bool,
     ) -> None:
         shape = policy.shape
         self._policy = policy
         self._device = torch.device(policy.device)
-        self._store = KvStore(shape, num_blocks, policy.dtype, policy.device)
+        experts = (len(forward.routers(policy.module)), forward.experts_per_token(policy.module))
+        self._store = KvStore(shape, num_blocks, policy.dtype, policy.device, experts)
         self._cache = KvCache(num_blocks)
         self.scheduler = Scheduler(
             self._cache,
@@ -130,11 +134,15 @@ class Stepper:
             vocab=shape.vocab,
             prefill_tokens=prefill_tokens,
         )
-        self._decoder = Decoder(policy, self._store)
+        self._decoder = Decoder(policy, self._store, adapters=adapters)
         self._stop_rule = StopRule(policy.loaded.stop_ids, policy.loaded.tokenizer)
         self._on_publish = on_publish
         self.version = version
         self.fingerprint = ""
+        self.adapters: dict[str, int] = {}
+        """Version of each named adapter."""
+        # What the turns of a session have returned the experts of.
+        self._told: dict[str, list[int]] = {}
         # Sessions by their last use, seconds on the caller's clock; the longest unused first.
         self._used: dict[str, float] = {}
         self._decoded = 0
@@ -182,6 +190,35 @@ class Stepper:
         self.fingerprint = snapshot.fingerprint
         self._publications += 1
 
+    @property
+    def has_experts(self) -> bool:
+        return self._store.experts is not None
+
+    def load_adapter(self, name: str, adapter: Adapter, version: int) -> None:
+        """Serve an adapter under a name. Raises WeightsError; then nothing changed."""
+        if version <= self.adapters.get(name, -1):
+            raise WeightsError(
+                f"cannot serve version {version} of adapter `{name}`: version "
+                f"{self.adapters[name]} is served already",
+                hint="versions only grow",
+            )
+        with boundary(WeightsError, f"publication of adapter `{name}`, version {version}"):
+            self._decoder.load_adapter(name, adapter)
+        self._renew(name)
+        self.adapters[name] = version
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises SamplerError while a session uses it."""
+        users = self._cache.sessions_of(name)
+        if users:
+            raise SamplerError(
+                f"adapter `{name}` is used by {len(users)} open sessions, first `{users[0]}`",
+                hint="release them first",
+            )
+        self._renew(name)
+        self._decoder.drop_adapter(name)
+        self.adapters.pop(name, None)
+
     def _renew(self, adapter: str | None) -> None:
         """Other weights serve under a name, or under all."""
         self._cache.invalidate(adapter)
@@ -201,6 +238,7 @@ class Stepper:
             self._abort(turn)
         self._cache.close(session)
         self._used.pop(session, None)
+        self._told.pop(session, None)
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn; see `Scheduler.submit`."""
@@ -230,17 +268,25 @@ class Stepper:
         self._cache.clear()
         self._store.release_memory()
 
-    def score(self, ids: Sequence[int], start: int, temperature: float) -> tuple[float, ...]:
+    def score(
+        self, ids: Sequence[int], start: int, temperature: float, adapter: str
+    ) -> tuple[float, ...]:
         """As `Sampler.score`; touches no KV."""
         with boundary(SamplerError, f"score of {len(ids)} ids"):
-            return tuple(self._decoder.score(ids, start, temperature).tolist())
+            return tuple(self._decoder.score(ids, start, temperature, adapter).tolist())
 
     def scores(
-        self, ids: Sequence[int], start: int, temperature: float, top: int, labels: Sequence[int]
+        self,
+        ids: Sequence[int],
+        start: int,
+        temperature: float,
+        top: int,
+        labels: Sequence[int],
+        adapter: str,
     ) -> Scores:
         """As `Engine.scores`; touches no KV."""
         with boundary(SamplerError, f"scores of {len(ids)} ids"):
-            return self._decoder.scores(ids, start, temperature, top, labels)
+            return self._decoder.scores(ids, start, temperature, top, labels, adapter)
 
     def fail_all(self, error: SamplerError) -> None:
         """Resolve every turn with an error and hold nothing any more."""
@@ -250,6 +296,7 @@ class Stepper:
                 self.scheduler.finish(turn, keep=False)
             self._cache.close_all()
             self._used.clear()
+            self._told.clear()
         finally:
             # Whatever the clean-up trips over after a crash, nobody is left waiting.
             for turn in turns:
@@ -263,7 +310,8 @@ class Stepper:
         self.sweep(time.monotonic())
         self.scheduler.grow()
         self._store.copy(self.scheduler.admit())
-        pieces = self.scheduler.pieces()
+        # Tokens of one adapter are neighbours in a pass; "" comes first.
+        pieces = sorted(self.scheduler.pieces(), key=lambda piece: piece[0].adapter)
         assert pieces or not self.scheduler.waiting, "nothing can run"
         drawn = self._decoded
         if all(count == 1 for _, count in pieces):
@@ -283,9 +331,33 @@ class Stepper:
                 self._abort(turn)
 
     def _abort(self, turn: Turn) -> None:
-        self._finish(turn, keep=True)
         self._aborted += 1
-        fulfil(turn.future, turn.completion(StopReason.ABORTED))
+        self._complete(turn, StopReason.ABORTED)
+
+    def _complete(self, turn: Turn, reason: StopReason) -> None:
+        completion = turn.completion(reason)
+        if turn.params.experts and turn.table is not None:
+            completion = replace(completion, experts=self._experts(turn))
+        self._finish(turn, keep=True)
+        fulfil(turn.future, completion)
+
+    def _experts(self, turn: Turn) -> ExpertChoices:
+        """The choices that the turn asked for; all its positions with KV are known."""
+        assert self._store.experts is not None, "a dense model was asked for experts"
+        first = 0
+        if turn.params.experts == "delta":
+            told = self._told.get(turn.session, [])
+            pairs = enumerate(zip(told, turn.ids, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(told), len(turn.ids)))
+            first = min(same, turn.length)
+        self._told[turn.session] = turn.ids[: turn.length]
+        chosen = self._store.experts_of(turn.blocks, first, turn.length)
+        return ExpertChoices(
+            first=first,
+            layers=chosen.shape[1],
+            top_k=chosen.shape[2],
+            data=chosen.numpy().astype("<u2").tobytes(),
+        )
 
     def _finish(self, turn: Turn, *, keep: bool) -> None:
         self.scheduler.finish(turn, keep=keep)
@@ -295,7 +367,7 @@ class Stepper:
         """A pass with prompt tokens in it."""
         logits = self._decoder.prefill(
             [
-                Chunk(row.ids[row.length : row.length + count], row.length, row.blocks)
+                Chunk(row.ids[row.length : row.length + count], row.length, row.blocks, row.adapter)
                 for row, count in pieces
             ]
         )
@@ -336,7 +408,8 @@ class Stepper:
             )
             self._append(rows, draws)
         else:
-            self._draw(rows, self._decoder.decode(ids, positions, tables))
+            adapters = [row.adapter for row in rows]
+            self._draw(rows, self._decoder.decode(ids, positions, tables, adapters))
 
     # ------------------------------------------------------------------ drawing
 
@@ -361,7 +434,7 @@ class Stepper:
 
     def _append(self, rows: Sequence[Turn], draws: Draws) -> None:
         """Give every row its token, and let those go that are done."""
-        version, broken = self.version, []
+        broken: list[Turn] = []
         values = zip(
             draws.ids.tolist(), draws.logprobs.tolist(), draws.entropies.tolist(), strict=True
         )
@@ -372,12 +445,11 @@ class Stepper:
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.entropies.append(entropy)
-            row.versions.append(version)
+            row.versions.append(self.adapters.get(row.adapter, self.version))
             self._decoded += 1
             reason = self._stop_rule.reason(row.ids, len(row.prompt), row.params)
             if reason is not None:
-                self._finish(row, keep=True)
-                fulfil(row.future, row.completion(reason))
+                self._complete(row, reason)
         if broken:
             self._discard(broken)
 
