@@ -22,7 +22,9 @@ Figures:
   and a fast product are not of the same machine. Two readings beside it: `_median`, the median
   decode over the best product, and `_paired`, the median over rounds of each decode over the
   product measured right after it;
-- engine.tokens_per_s_N: end to end at N sequences.
+- engine.tokens_per_s_N: end to end at N sequences;
+- engine.prefix_hit_8turn: share of all prompt tokens whose KV was there, over 8 sessions of 8 turns
+  of a tool loop: a first prompt of their own of 96 tokens, answers of 48, observations of 16.
 
 `detail.time_to_answer` has the seconds of one answer by base, adapter and merged weights.
 """
@@ -59,7 +61,7 @@ class Ours:
         from treadle.sampler.engine import Engine
 
         config = RunConfig(
-            model=ModelConfig(name="smollm2-135m", dtype="bfloat16", max_context=256)
+            model=ModelConfig(name="smollm2-135m", dtype="bfloat16", max_context=1024)
         )
         loaded = replace(load_model(config.model), stop_ids=NO_STOP)
         self.vocab = loaded.shape.vocab
@@ -98,9 +100,37 @@ class Ours:
         return {
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "decode_tokens_per_s": (tokens - len(prompts)) / decode_s,
+            "decode_tokens_per_s": (after.decode_step_tokens - before.decode_step_tokens)
+            / decode_s,
             "step_ms": 1000 * decode_s / steps,
         }
+
+    def tool_loop(self, sessions: int = 8, turns: int = 8, observation: int = 16) -> float:
+        """Prefix hits over queries, in tokens, of a loop whose context grows by every turn."""
+        from treadle.types import SamplingParams
+
+        rng = random.Random(0)
+
+        def some(count: int) -> list[int]:
+            return [rng.randrange(1000, self.vocab) for _ in range(count)]
+
+        async def one(index: int) -> None:
+            name, prompt = f"loop/{index}", some(PROMPT)
+            await self.engine.open(name)
+            for turn in range(turns):
+                params = SamplingParams(max_new_tokens=NEW, seed=turn)
+                completion = await self.engine.sample(name, prompt, params)
+                prompt = [*prompt, *completion.ids, *some(observation)]
+            await self.engine.release(name)
+
+        async def all_of() -> float:
+            before = await self.engine.load()
+            await asyncio.gather(*(one(i) for i in range(sessions)))
+            after = await self.engine.load()
+            hits = after.prefix_hit_tokens - before.prefix_hit_tokens
+            return hits / (after.prefix_query_tokens - before.prefix_query_tokens)
+
+        return asyncio.run(all_of())
 
     def close(self) -> None:
         self.engine.close()
@@ -227,6 +257,7 @@ def main() -> int:
                 for _ in range(2):
                     against_the_product()
             detail[name] = rows
+        prefix_hit = ours.tool_loop()
     finally:
         ours.close()
         if vllm is not None:
@@ -247,6 +278,7 @@ def main() -> int:
         "engine.roofline_fraction_64_median": flops_of * median([t for t, _ in decodes]) / product,
         "engine.roofline_fraction_64_paired": median([flops_of * t / f for t, f in decodes]),
         "engine.gemm_gflops": product / 1e9,
+        "engine.prefix_hit_8turn": prefix_hit,
     }
     figures |= {f"engine.tokens_per_s_{name}": rate(name, "engine") for name in cases}
     versions = {}

@@ -170,6 +170,27 @@ class SamplingParams:
     """The draw is a function of (seed, position) and of the distribution, not of the batch."""
     deadline_s: float = 600.0
     """Wall clock for the call, queueing included; then the turn is ABORTED."""
+    experts: str = ""
+    """Of a mixture of experts, return the choices of its routers: "full" = of every position,
+    "delta" = of those that this session's turns have not returned yet; "" = nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertChoices:
+    """The experts that computed a range of positions of one sequence."""
+
+    first: int
+    """Position of the first token."""
+    layers: int
+    """Layers that have experts."""
+    top_k: int
+    """Experts per token."""
+    data: bytes
+    """uint16, little-endian, [positions, layers, top_k]."""
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.data) // (2 * self.layers * self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +209,23 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused."""
+    experts: ExpertChoices | None = None
+    """As `SamplingParams.experts` asked, up to the token before the last: that one was drawn but
+    never computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Teacher-forced log-probabilities; all tuples have one entry per scored position."""
+
+    logprobs: tuple[float, ...]
+    """Of the given ids, in nats."""
+    top_ids: tuple[tuple[int, ...], ...]
+    """The most probable ids of each position, best first; ties in id order."""
+    top_logprobs: tuple[tuple[float, ...], ...]
+    """Theirs."""
+    label_logprobs: tuple[tuple[float, ...], ...]
+    """Of the labels that were asked for, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +237,14 @@ class SamplerCapabilities:
     score: bool
     shared_prefix: bool
     entropies: bool
+    pause: bool = False
+    """`pause` and `resume`: it can stand still with its sessions open."""
+    experts: bool = False
+    """It returns the choices of the model's routers."""
+    adapters: bool = False
+    """It serves named adapters beside the served weights."""
+    offload: bool = False
+    """It can give the memory of its KV back while it stands still."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.sampler.conftest import perturb, prompts, reference_logprobs, run_turns, turn
+from treadle.errors import ConfigError, SamplerError
 from treadle.sampler.engine import Engine
 
 TOLERANCE = 1e-4
@@ -64,7 +65,7 @@ def test_a_shared_prompt_is_computed_once_and_gives_the_same_numbers(policy, lib
             return done, engine.stats()
 
     together, stats = asyncio.run(main())
-    alone = run_turns(policy, apart)
+    alone = [run_turns(policy, [each])[0] for each in apart]
     assert [d.ids for d in together] == [d.ids for d in alone]
     assert len({d.ids for d in together}) > 1
     for done in together:
@@ -115,7 +116,7 @@ def test_idle_kv_that_was_given_up_is_computed_again(policy, library):
             assert engine.stats().dropped_tokens == 47
             longer = [*first, *done.ids, 5]
             again = await turn(engine, "a", longer, opened=True)
-            assert again.cached_tokens == 0
+            assert again.cached_tokens == 32, "one block of three was overwritten"
             check(library, longer, again)
 
     asyncio.run(main())
@@ -155,6 +156,32 @@ def test_score_is_teacher_forcing(policy, library):
         logp = (logits[start - 1 :] / temperature).log_softmax(-1)
         want = logp.gather(1, torch.tensor(ids[start:])[:, None])[:, 0].tolist()
         assert got == pytest.approx(want, abs=TOLERANCE)
+
+
+def test_scores_give_the_most_probable_ids_and_chosen_labels(policy, library):
+    (ids,) = prompts(1, 30)
+    labels = [7, 100, 7]
+
+    async def main():
+        with Engine(policy) as engine:
+            with pytest.raises(ConfigError, match="`top` must be in"):
+                await engine.scores(ids, 1, top=-1)
+            with pytest.raises(SamplerError, match="id 263"):
+                await engine.scores(ids, 1, labels=[263])
+            assert (await engine.scores(ids, 30)).top_ids == ()
+            return await engine.scores(ids, 20, top=5, labels=labels, temperature=0.7)
+
+    got = asyncio.run(main())
+    logits = library(input_ids=torch.tensor([ids])).logits[0, 19:-1] / 0.7
+    logp = logits.log_softmax(-1)
+    best = logp.topk(5)
+    assert [list(t) for t in got.top_ids] == best.indices.tolist()
+    for mine, want in (
+        (got.top_logprobs, best.values),
+        (got.label_logprobs, logp[:, labels]),
+        (got.logprobs, logp.gather(1, torch.tensor(ids[20:])[:, None])[:, 0]),
+    ):
+        torch.testing.assert_close(torch.tensor(mine), want, atol=TOLERANCE, rtol=0)
 
 
 def test_sampled_frequencies_follow_the_models_distribution(policy, library):

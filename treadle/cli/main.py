@@ -107,8 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A terminal that cannot show a character gets its escape, not a crash.
             stream.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that are no text are what a user may well paste or pipe.
-        sys.stdin.reconfigure(errors="replace")
+        # Bytes that are no text are what a user may well paste or pipe. Too late once read from.
+        with contextlib.suppress(io.UnsupportedOperation):
+            sys.stdin.reconfigure(errors="replace")
     as_json = "--json" in argv
     try:
         args = parser().parse_args(argv)

@@ -80,6 +80,8 @@ class _Pass:
     """Sliding window that the module asked for last, if it did."""
     longest: int = 0
     """Tokens of the longest sequence; 0 = not yet looked at."""
+    choices: dict[str, Tensor] | None = None
+    """Where routers leave the experts that they chose, [tokens, k] by name; None = nowhere."""
 
 
 _thread = threading.local()
@@ -119,7 +121,12 @@ def _active() -> _Pass:
 
 
 def run(
-    module: PreTrainedModel, ids: Tensor, positions: Tensor, attend: Attend, weights: Weights
+    module: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    weights: Weights,
+    choices: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """One pass of the decoder.
 
@@ -128,6 +135,7 @@ def run(
         ids: token ids [B, T].
         positions: position ids [B, T].
         attend, weights: of this pass alone, seen by this thread alone.
+        choices: filled with the experts that each of `routers(module)` chose, [tokens, k] int.
 
     Returns:
         Last hidden states [B, T, hidden]: after the final norm, before the head.
@@ -137,7 +145,7 @@ def run(
     """
     if not is_installed(module):
         raise ModelError(f"{type(module).__name__} is not installed", hint="call install(module)")
-    with _running(_Pass(attend, weights, positions)):
+    with _running(_Pass(attend, weights, positions, choices=choices)):
         output = module.get_decoder()(
             input_ids=ids, position_ids=positions, use_cache=False, return_dict=True
         )
@@ -217,6 +225,57 @@ def _no_mask(*_: object, **__: object) -> None:
     """The layout, not a mask, says who sees whom."""
 
 
+# --------------------------------------------------------------------------- experts
+
+
+def routers(module: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules that choose experts per token, in the order of their layers."""
+    return tuple(
+        name for name, m in module.named_modules() if type(m).__name__.endswith("TopKRouter")
+    )
+
+
+def experts_per_token(module: PreTrainedModel) -> int:
+    """Experts that each router chooses for a token; 0 for a dense model."""
+    counts = {int(module.get_submodule(name).top_k) for name in routers(module)}  # pyright: ignore
+    return max(counts, default=0)
+
+
+def _recorder(name: str) -> Any:
+    def record(m: nn.Module, args: Any, output: Any) -> None:
+        active: _Pass | None = getattr(_thread, "active", None)
+        if active is not None and active.choices is not None:
+            chosen = next(t for t in output if isinstance(t, Tensor) and not t.is_floating_point())
+            active.choices[name] = chosen.detach().flatten(0, -2)
+
+    return record
+
+
+# --------------------------------------------------------------------------- residual stream
+
+
+@contextmanager
+def widened(module: PreTrainedModel) -> Iterator[None]:
+    """Start the residual stream of an installed module in fp32; undone if the body raises.
+
+    What layers add to it stays in the compute dtype, and so does what their norms take out of it:
+    the sum alone is kept wide. Most of the noise of a bf16 forward is the rounding of that sum.
+    """
+    fields = module.get_input_embeddings().__dict__
+    before = fields.get("treadle_wide", False)
+    fields["treadle_wide"] = True
+    try:
+        yield
+    except BaseException:
+        fields["treadle_wide"] = before
+        raise
+
+
+def is_wide(module: PreTrainedModel) -> bool:
+    """Whether the residual stream is fp32, whatever the compute dtype."""
+    return bool(module.get_input_embeddings().__dict__.get("treadle_wide"))
+
+
 # --------------------------------------------------------------------------- installation
 
 
@@ -225,7 +284,8 @@ class _Embedding(nn.Embedding):
         weights = current()
         if weights is None:
             return super().forward(input)
-        return weights.embedding(self.__dict__["treadle_name"], input)
+        rows = weights.embedding(self.__dict__["treadle_name"], input)
+        return rows.float() if self.__dict__.get("treadle_wide") else rows
 
 
 class AskingLinear(nn.Linear):
@@ -300,6 +360,8 @@ def install(module: PreTrainedModel) -> None:
             f"{type(module).__name__} does not use transformers' attention interface",
             hint="choose a model whose attention can be replaced, e.g. of the llama or qwen family",
         )
+    for name in routers(module):
+        module.get_submodule(name).register_forward_hook(_recorder(name))
     head = module.get_output_embeddings()
     for name, m in module.named_modules():
         if m is head or not m._parameters or "treadle_name" in m.__dict__:

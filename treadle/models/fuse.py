@@ -46,22 +46,26 @@ def _chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension; statistics in fp32."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the weight's dtype.
+
+    Statistics are fp32; x may be fp32 where the weight is not.
+    """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
     return _normalise(x, weight, eps)[0]
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     rows, out = x.flatten(0, -2), y.view(-1, x.shape[-1])
     inverse = torch.empty(rows.shape[0], 1, device=x.device)
+    factor = weight.float()
     for part in _chunks(rows.shape[0], rows.shape[1], x.device):
         wide = rows[part].float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         r = inverse[part].copy_(norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_())
-        # The library rounds before it multiplies by the weight; so do we.
-        out[part].copy_(wide * r).mul_(weight)
+        # The library rounds before it multiplies by the weight, too; once is enough.
+        out[part].copy_((wide * r).mul_(factor))
     return y, inverse
 
 
@@ -101,7 +105,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gates, ups, out = gate.flatten(0, -2), up.flatten(0, -2), y.view(-1, gate.shape[-1])
     for part in _chunks(gates.shape[0], gates.shape[1], gate.device):
-        torch.ops.aten.silu.out(gates[part], out=out[part]).mul_(ups[part])
+        out[part].copy_(F.silu(gates[part].float()).mul_(ups[part].float()))
     return y
 
 
@@ -145,16 +149,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """sign 1: the rotation; sign -1: its transpose."""
     half = x.shape[-1] // 2
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
     left, right = sin[..., :half], sin[..., half:]
     if sign < 0:
         left, right = right, left
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for part in _chunks(x.shape[1], x.shape[0] * x.shape[2] * x.shape[3], x.device):
-        given, y = x[:, part], out[:, part]
-        torch.mul(given, cos[:, part], out=y)
+        given = x[:, part].float()
+        y = given * cos[:, part]
         y[..., :half].addcmul_(given[..., half:], left[:, part], value=-sign)
         y[..., half:].addcmul_(given[..., :half], right[:, part], value=sign)
+        out[:, part].copy_(y)
     return out
 
 
@@ -210,7 +215,7 @@ class _Attention(nn.Module):
         modules = fields["_modules"]
         if "q_norm" in modules:
             q, k = modules["q_norm"](q), modules["k_norm"](k)
-        cos, sin = position_embeddings
+        cos, sin = (table.to(q.dtype) for table in position_embeddings)
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         out = forward.attend(
             fields["layer_idx"],

@@ -53,6 +53,16 @@ class LoraPair:
     """[out, rank]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter by itself; nothing overwrites its tensors."""
+
+    pairs: Mapping[str, LoraPair]
+    """By the name of their linear."""
+    scale: float
+    """alpha / rank."""
+
+
 class PlainWeights:
     """Named tensors, computed as they are. An engine may override `linear` and `linears`.
 

@@ -32,6 +32,7 @@ from treadle.models import forward, fuse, proof
 from treadle.models.attention import PackedAttend
 from treadle.models.head import HeadSpec, head_spec, token_logprobs
 from treadle.models.linear import (
+    Adapter,
     CastWeights,
     FullWeights,
     Fused,
@@ -183,7 +184,41 @@ class Policy:
             if name not in linear
         }
 
-    def _merge(self, names: tuple[str, ...]) -> Fused:
+    def adapter(self) -> Adapter:
+        """A copy of the adapter as it is now.
+
+        Raises:
+            ModelError: full fine-tuning has none.
+        """
+        if self.lora is None:
+            raise ModelError("full fine-tuning has no adapter")
+        return Adapter(
+            {
+                n: LoraPair(p.a.detach().clone(), p.b.detach().clone())
+                for n, p in self.pairs.items()
+            },
+            self.scale,
+        )
+
+    @torch.no_grad()
+    def base(self) -> PlainWeights:
+        """The model below the adapter in the compute dtype, as new tensors.
+
+        Raises:
+            ModelError: full fine-tuning keeps no base.
+        """
+        if self._frozen is None:
+            raise ModelError("full fine-tuning keeps no base below the weights that it trains")
+        fused = {unit: self._merge(unit, adapted=False) for unit in self._units}
+        tensors = dict(self._frozen)
+        for f in fused.values():
+            for name, (start, stop) in zip(f.names, f.bounds(), strict=True):
+                tensors[f"{name}.weight"] = f.weight[start:stop]
+                if f.bias is not None:
+                    tensors[f"{name}.bias"] = f.bias[start:stop]
+        return PlainWeights(tensors, fused)
+
+    def _merge(self, names: tuple[str, ...], *, adapted: bool = True) -> Fused:
         sizes = tuple(self._base[f"{n}.weight"].shape[0] for n in names)
         width = self._base[f"{names[0]}.weight"].shape[1]
         weight = torch.empty(sum(sizes), width, dtype=self.dtype, device=self.device)
@@ -191,7 +226,8 @@ class Policy:
         bias = torch.cat([b.detach() for b in biases]).to(self.dtype) if biases else None
         fused = Fused(names, weight, bias, sizes)
         for name, (start, stop) in zip(names, fused.bounds(), strict=True):
-            weight[start:stop].copy_(self.merged(name))
+            base = self._base[f"{name}.weight"].detach()
+            weight[start:stop].copy_(self.merged(name) if adapted else base)
         return fused
 
     @torch.no_grad()
@@ -314,6 +350,7 @@ def _take_over(module: PreTrainedModel, head: HeadSpec) -> tuple[tuple[str, ...]
     forward.install(module)
     together = fuse.fuse(module)
     proof.check(module, head, want)
+    proof.widen(module)
     module.__dict__["treadle_proven"] = True
     return together
 

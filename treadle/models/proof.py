@@ -2,12 +2,15 @@
 
 A model whose tokens meet anywhere but in the attention (state-space or convolution layers), whose
 logits are transformed, or whose positions are derived in another way would train on wrong numbers
-in silence. One tiny pack with a shared prefix and a neighbour tree shows all of these.
+in silence. One tiny pack with a shared prefix and a neighbour tree shows all of these. Where
+the module then runs with an fp32 residual stream, it is given one (forward.py).
 
 Takes: a causal LM before and after installation. Gives: nothing, or ModelError.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor
@@ -17,8 +20,10 @@ from treadle.errors import ModelError
 from treadle.models import forward
 from treadle.models.attention import PackedAttend
 from treadle.models.head import HeadSpec
-from treadle.models.linear import PlainWeights
+from treadle.models.linear import CastWeights, PlainWeights
 from treadle.types import Layout, Segment
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Largest difference relative to the largest logit; fp32, so noise is far below."""
@@ -28,6 +33,25 @@ _LAYOUT = Layout(
 )
 _ROWS = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Packed indices of the three sequences of the layout."""
+
+
+@torch.no_grad()
+def widen(module: PreTrainedModel) -> bool:
+    """Keep the residual stream of an installed module in fp32, if its parts can take one.
+
+    Parts that we did not replace (fuse.py) may mix its dtype with that of their weights.
+    """
+    attend = PackedAttend(_LAYOUT, device=module.device)
+    weights = CastWeights(dict(module.named_parameters()), torch.bfloat16)
+    try:
+        with forward.widened(module):
+            hidden = forward.run(module, _ids(module)[None], attend.positions, attend, weights)
+            if hidden.dtype != torch.bfloat16:
+                raise TypeError(f"the last norm gives {hidden.dtype}")
+    except (TypeError, RuntimeError) as error:
+        logger.info("%s keeps a narrow residual stream: %s", type(module).__name__, error)
+        return False
+    return True
 
 
 def _ids(module: PreTrainedModel) -> Tensor:

@@ -71,8 +71,7 @@ def build_random(
     Linear weights have standard deviation 1/sqrt(inputs) and the head one that gives logits of
     about 2 nats, so that distributions are neither flat nor one-hot.
     """
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = build_tokenizer()
     config = LlamaConfig(
@@ -88,16 +87,61 @@ def build_random(
         eos_token_id=2,
         pad_token_id=0,
     )
+    _write(directory, LlamaForCausalLM, config, tokenizer, seed)
+
+
+def build_random_moe(
+    directory: Path,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    intermediate: int = 64,
+    max_context: int = 1024,
+    seed: int = 0,
+) -> None:
+    """As `build_random`, a Qwen3-MoE: every layer has experts, of `intermediate` each."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        moe_intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,  # pyright: ignore[reportCallIssue]
+        num_experts=experts,
+        num_experts_per_tok=experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    _write(directory, Qwen3MoeForCausalLM, config, tokenizer, seed)
+
+
+def _write(directory: Path, architecture: Any, config: Any, tokenizer: Any, seed: int) -> None:
+    import torch
+    from transformers import GenerationConfig
+
     directory.mkdir(parents=True, exist_ok=True)
     with quiet_transformers(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = architecture(config)
         for name, weight in model.named_parameters():
             if weight.dim() < 2:
                 continue
             # The head sees a vector of length sqrt(hidden) after the last norm.
             head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-            weight.normal_(std=(2.0 if head else 1.0) / math.sqrt(weight.shape[1]))
+            weight.normal_(std=(2.0 if head else 1.0) / math.sqrt(weight.shape[-1]))
         model.generation_config = GenerationConfig(eos_token_id=[2], pad_token_id=0)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

@@ -1,13 +1,14 @@
-"""Which sequence may reuse whose KV: sessions, groups, and what to give up when blocks are short.
+"""Whose KV is whose: sessions own what they computed, everything computed can be found again.
 
-    session   keeps the KV of its last turn until `close`, so that a later turn which continues
-              the same ids computes only what is new
-    group     keeps the KV of its first prompt while one of its sessions is open, so that the
-              siblings compute nothing of it again
+    session   holds the KV of its last turn until `close`; nobody can take it, unless nothing
+              could run otherwise (`give_up`)
+    tree      finds the KV of any prompt that begins alike, whoever computed it: an earlier turn,
+              a sibling, another group, a session that was closed (prefix.py)
 
 Guarantees: KV is reused under the weights that made it and under no others (`invalidate` starts
 a new epoch: what is idle is dropped at once, what is in use is dropped when its turn ends);
-closing a session gives every block back; KV that is in use is never given up.
+closing a session makes every block that it alone held free at once, where it can be found until
+it is needed; KV that is in use is never given up.
 
 Takes: prompts. Gives: tables with the reusable part filled (see blocks.py). Pure: no tensors.
 """
@@ -15,40 +16,27 @@ Takes: prompts. Gives: tables with the reusable part filled (see blocks.py). Pur
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from treadle.sampler.engine.blocks import BLOCK, BlockPool, Table
-
-
-@dataclass(slots=True)
-class _Kept:
-    """KV that nobody is using now."""
-
-    table: Table
-    ids: tuple[int, ...]
-    """What the table's positions were computed from; as long as the table."""
+from treadle.sampler.engine.blocks import Table
+from treadle.sampler.engine.prefix import PrefixTree
 
 
 @dataclass(slots=True)
 class _Session:
-    group: str
-    kept: _Kept | None = None
-
-
-@dataclass(slots=True)
-class _Group:
-    members: set[str] = field(default_factory=set)
-    kept: _Kept | None = None
+    adapter: str
+    table: Table | None = None
+    """KV that no turn is using now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A table with writable room for a whole turn."""
+    """A table with writable room."""
 
     table: Table
-    """`table.length` leading positions of the prompt hold KV."""
-    copies: tuple[tuple[int, int], ...]
+    """`table.length` leading positions hold KV."""
+    copies: list[tuple[int, int]]
     """Blocks to copy before the first write."""
     epoch: int
 
@@ -57,12 +45,12 @@ class KvCache:
     """Bookkeeping of one engine's KV."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.epoch = 0
+        self._tree = PrefixTree(num_blocks)
+        self.pool = self._tree.pool
         self.dropped_tokens = 0
-        """Positions of idle KV given up because blocks were short; they may be computed again."""
+        """Positions of open sessions' KV given up because nothing could run otherwise."""
+        self._epochs: Counter[str] = Counter()
         self._sessions: dict[str, _Session] = {}
-        self._groups: dict[str, _Group] = {}
         # Sessions with idle KV, the longest idle first.
         self._idle: dict[str, None] = {}
 
@@ -70,171 +58,145 @@ class KvCache:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    @property
-    def num_groups(self) -> int:
-        return len(self._groups)
+    def adapter_of(self, session: str) -> str:
+        return self._sessions[session].adapter
 
-    def group_of(self, session: str) -> str:
-        return self._sessions[session].group
+    def sessions_of(self, adapter: str) -> list[str]:
+        """Open sessions that use an adapter."""
+        return [name for name, held in self._sessions.items() if held.adapter == adapter]
+
+    def epoch(self, adapter: str) -> int:
+        """Of the weights now serving under a name; grows with each `invalidate`."""
+        return self._epochs[adapter]
 
     def __contains__(self, session: str) -> bool:
         return session in self._sessions
 
     # ------------------------------------------------------------------ sessions
 
-    def open(self, session: str, group: str) -> None:
-        self._sessions[session] = _Session(group)
-        if group:
-            self._groups.setdefault(group, _Group()).members.add(session)
+    def open(self, session: str, adapter: str = "") -> None:
+        self._sessions[session] = _Session(adapter)
 
     def close(self, session: str) -> None:
         """Forget a session and free its KV. Unknown sessions are ignored."""
         self.drop(session)
-        closed = self._sessions.pop(session, None)
-        if closed is None or not closed.group:
-            return
-        group = self._groups[closed.group]
-        group.members.discard(session)
-        if not group.members:
-            if group.kept is not None:
-                group.kept.table.clear()
-            del self._groups[closed.group]
+        self._sessions.pop(session, None)
 
     def close_all(self) -> None:
         for session in list(self._sessions):
             self.close(session)
 
     def drop(self, session: str) -> int:
-        """Give up a session's idle KV; returns the number of positions."""
+        """Free a session's idle KV; returns the number of positions."""
         self._idle.pop(session, None)
         held = self._sessions.get(session)
-        if held is None or held.kept is None:
+        if held is None or held.table is None:
             return 0
-        positions = held.kept.table.length
-        held.kept.table.clear()
-        held.kept = None
+        positions = held.table.length
+        held.table.clear()
+        held.table = None
         return positions
 
     # ------------------------------------------------------------------ turns
 
-    def claim(self, session: str, prompt: Sequence[int], tokens: int) -> Claim | None:
-        """Room for a turn that ends at `tokens` positions, prompt included.
+    def known(self, session: str, ids: Sequence[int]) -> int:
+        """Leading positions that `claim` would find: never all, the last is needed for its
+        logits."""
+        return self._tree.length(self._key(self.adapter_of(session)), ids, len(ids) - 1)
 
-        Reuses the longest known prefix, but never the whole prompt: its last token must be
-        computed for its logits. Returns None when blocks are short even without the idle KV of
-        others; what the session can reuse stays its own until it asks again.
+    def claim(
+        self,
+        session: str,
+        ids: Sequence[int],
+        tokens: int,
+        *,
+        spare: int = 0,
+        insist: bool = False,
+    ) -> Claim | None:
+        """A table with room for `tokens` positions that leaves `spare` blocks free.
+
+        Reuses the longest known prefix. Returns None when free blocks are short; what the
+        session can reuse stays its own until it asks again.
+
+        Args:
+            insist: nobody runs who could give blocks back: take those of idle sessions.
         """
-        held = self._sessions[session]
-        own = _common(held.kept, prompt)
-        group = self._groups[held.group].kept if held.group else None
-        shared = _common(group, prompt)
-        if held.kept is not None and own >= shared:
-            table = held.kept.table
-            table.truncate(own)
-            held.kept = None
-        else:
-            self.drop(session)
-            table = Table(self.pool) if group is None else group.table.fork(shared)
-        self._idle.pop(session, None)
-        if not self._make_room(table, tokens):
-            self.keep(session, table, prompt, self.epoch)
-            return None
-        return Claim(table=table, copies=tuple(table.reserve(tokens)), epoch=self.epoch)
+        adapter = self.adapter_of(session)
+        table = self._tree.match(self._key(adapter), ids, len(ids) - 1)
+        claim = self._claim(session, table, tokens, spare)
+        if claim is None and insist:
+            self._idle.pop(session)
+            self._sessions[session].table = None
+            self.give_up(table, tokens)
+            if table.shortfall(tokens) > self.pool.free:
+                # The copy of a block does not fit beside the block: do without what is shared.
+                table.clear()
+            claim = self._claim(session, table, tokens, 0)
+        return claim
 
-    def claim_beside(self, session: str, leader: Table, length: int, tokens: int) -> Claim | None:
-        """As `claim`, sharing the first `length` positions that `leader` is about to fill.
+    def claim_beside(self, session: str, other: Table, tokens: int, *, spare: int) -> Claim | None:
+        """As `claim`, sharing all that `other` has computed, its last position included."""
+        return self._claim(session, other.fork(other.length), tokens, spare)
 
-        The copies are to be made when they are filled, before either of the two writes on.
-        """
+    def _claim(self, session: str, table: Table, tokens: int, spare: int) -> Claim | None:
         self.drop(session)
-        table = leader.fork(length)
-        if not self._make_room(table, tokens):
-            table.clear()
+        if table.shortfall(tokens) + spare > self.pool.free:
+            self._hold(session, table)
             return None
-        return Claim(table=table, copies=tuple(table.reserve(tokens)), epoch=self.epoch)
+        return Claim(table, table.reserve(tokens), self.epoch(self.adapter_of(session)))
 
-    def keep(self, session: str, table: Table, ids: Sequence[int], epoch: int) -> None:
-        """A turn ended: its KV is idle, for the session's next turn. `ids` cover the table."""
+    def remember(self, session: str, table: Table, ids: Sequence[int], epoch: int) -> None:
+        """Let what a running turn has computed be found."""
+        adapter = self.adapter_of(session)
+        if epoch == self._epochs[adapter]:
+            self._tree.insert(self._key(adapter), table, ids, ended=False)
+
+    def keep(
+        self, session: str, table: Table, ids: Sequence[int], epoch: int, *, hold: bool = True
+    ) -> None:
+        """A turn ended. Its KV is findable, and with `hold` stays the session's own.
+
+        KV of other weights than those serving is dropped. `ids` cover the table.
+        """
+        adapter = self.adapter_of(session)
         table.truncate(table.length)
-        if epoch != self.epoch or session not in self._sessions or table.length == 0:
-            table.clear()
-            return
-        self._sessions[session].kept = _Kept(table, tuple(ids[: table.length]))
+        if epoch == self._epochs[adapter]:
+            self._tree.insert(self._key(adapter), table, ids, ended=True)
+            if hold:
+                self._hold(session, table)
+                return
+        table.clear()
+
+    def _hold(self, session: str, table: Table) -> None:
+        self._sessions[session].table = table
         self._idle[session] = None
 
-    def remember(self, session: str, table: Table, prompt: Sequence[int]) -> list[tuple[int, int]]:
-        """Keep a computed prompt for the siblings of `session`; returns blocks to copy now.
+    def _key(self, adapter: str) -> Hashable:
+        return adapter, self._epochs[adapter]
 
-        A group that remembers a prompt already, or a session without one, changes nothing.
-        Without a free block for a partial last block, only the full ones are kept.
+    # ------------------------------------------------------------------ loss
+
+    def invalidate(self, adapter: str | None = None) -> None:
+        """Other weights serve under a name, or under all: no KV of before is ever reused."""
+        names = set(self._epochs) | {held.adapter for held in self._sessions.values()} | {""}
+        for name in names if adapter is None else [adapter]:
+            for session in [s for s in self._idle if self.adapter_of(s) == name]:
+                self.drop(session)
+            self._tree.drop(self._key(name))
+            self._epochs[name] += 1
+
+    def give_up(self, table: Table, tokens: int) -> None:
+        """Free the KV of idle open sessions, longest idle first, until a table can grow.
+
+        The last resort: its owners may have to compute it again.
         """
-        name = self._sessions[session].group
-        if not name or self._groups[name].kept is not None:
-            return []
-        kept = table.fork(len(prompt))
-        copies: list[tuple[int, int]] = []
-        if len(prompt) % BLOCK:
-            # A private last block: the turn goes on writing in the original.
-            if kept.shortfall(len(prompt) + 1) <= self.pool.free:
-                copies = kept.reserve(len(prompt) + 1)
-            else:
-                kept.truncate(len(prompt) // BLOCK * BLOCK)
-        if kept.length:
-            self._groups[name].kept = _Kept(kept, tuple(prompt[: kept.length]))
-        return copies
+        for session in list(self._idle):
+            if table.shortfall(tokens) <= self.pool.free:
+                return
+            self.dropped_tokens += self.drop(session)
 
-    def invalidate(self) -> None:
-        """New weights: no KV of before is ever reused."""
-        self.epoch += 1
+    def clear(self) -> None:
+        """Free all idle KV, and find nothing of it again."""
         for session in list(self._idle):
             self.drop(session)
-        for group in self._groups.values():
-            if group.kept is not None:
-                group.kept.table.clear()
-                group.kept = None
-
-    # ------------------------------------------------------------------ shortage
-
-    def _make_room(self, table: Table, tokens: int) -> bool:
-        """Give up idle KV, longest idle first, until the table can grow; False = not enough.
-
-        Nothing is given up when giving up everything would not be enough.
-        """
-        if table.shortfall(tokens) <= self.pool.free:
-            return True
-        idle = Counter(block for held in self._idle_tables() for block in held.blocks)
-        reclaimable = sum(count == self.pool.holders(block) for block, count in idle.items())
-        if table.shortfall(tokens, letting_go=idle) > self.pool.free + reclaimable:
-            return False
-        for session in list(self._idle):
-            self.dropped_tokens += self.drop(session)
-            if table.shortfall(tokens) <= self.pool.free:
-                return True
-        for group in self._groups.values():
-            if group.kept is not None:
-                self.dropped_tokens += group.kept.table.length
-                group.kept.table.clear()
-                group.kept = None
-                if table.shortfall(tokens) <= self.pool.free:
-                    return True
-        return False
-
-    def _idle_tables(self) -> Iterator[Table]:
-        for session in self._idle:
-            kept = self._sessions[session].kept
-            assert kept is not None, f"session {session} is listed as idle without KV"
-            yield kept.table
-        for group in self._groups.values():
-            if group.kept is not None:
-                yield group.kept.table
-
-
-def _common(kept: _Kept | None, prompt: Sequence[int]) -> int:
-    """Leading positions that can be reused for a prompt; at most all but its last token."""
-    if kept is None:
-        return 0
-    limit = min(len(kept.ids), len(prompt) - 1)
-    same = tuple(prompt[:limit])
-    if kept.ids[:limit] == same:
-        return limit
-    return next(i for i in range(limit) if kept.ids[i] != same[i])
+        self._tree.clear()

@@ -8,7 +8,8 @@ Guarantees:
 - the model never runs on an event loop, and every call may come from any loop or thread;
 - every wait ends: with an answer, at the deadline of its request (ABORTED), or with SamplerError
   naming the cause when the engine dies or is closed; later calls then raise at once;
-- a cancelled call frees its row before the next step;
+- a cancelled call frees its row before the next step, and a session that nobody uses is released
+  after `session_ttl_s`;
 - `publish` swaps weights between two steps: running turns go on, each token carries the version
   that drew it, and KV of older weights serves no new prompt; a snapshot that is not what it
   should be raises WeightsError and changes nothing.
@@ -33,13 +34,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from treadle.errors import ConfigError, SamplerError, TreadleError
+from treadle.errors import ConfigError, SamplerError, TreadleError, WeightsError, did_you_mean
+from treadle.models.linear import Adapter
 from treadle.models.policy import Policy
 from treadle.sampler.engine.blocks import BLOCK, blocks_for
-from treadle.sampler.engine.kv import budget_blocks
-from treadle.sampler.engine.scheduler import Request, check_ids
-from treadle.sampler.engine.stepper import EngineStats, Stepper, again, fail, fulfil
-from treadle.types import Completion, SamplerCapabilities, SamplingParams
+from treadle.sampler.engine.kv import budget_blocks, can_release_memory
+from treadle.sampler.engine.scheduler import PREFILL_TOKENS, Turn, check_ids
+from treadle.sampler.engine.stepper import EngineStats, OnPublish, Stepper, again, fail, fulfil
+from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ GRACE_S = 120.0
 deadline itself is looked at between two steps."""
 SWAP_LIMIT_S = 600.0
 """Longest wait for a publication, a score or a start."""
+PAUSE_TICK_S = 0.05
+"""How often a paused engine looks at deadlines and cancelled calls."""
 
 T = TypeVar("T")
 
@@ -71,6 +75,10 @@ class Engine:
         max_rows: int = 64,
         kv_tokens: int | None = None,
         version: int = 0,
+        prefill_tokens: int = PREFILL_TOKENS,
+        on_publish: OnPublish | str = OnPublish.KEEP,
+        session_ttl_s: float = 3600.0,
+        adapters: bool = False,
         name: str = "engine",
     ) -> None:
         """
@@ -80,24 +88,49 @@ class Engine:
             kv_tokens: KV budget in tokens, rounded down to blocks of 16. None = max_rows times
                 the model's context, at most a quarter of the memory.
             version: PolicyVersion of the weights that `start` takes.
+            prefill_tokens: prompt tokens computed per step; a longer prompt takes several, between
+                which the running turns go on.
+            on_publish: "keep" or "recompute" the KV of turns that run when weights are published.
+            adapters: named adapters will be served beside the policy's weights (`publish_adapter`);
+                their tokens share a pass. It decodes in torch then.
+            session_ttl_s: a session without a call for so long is released: its owner has died.
             name: of the thread, and in messages.
 
         Raises:
-            ConfigError: max_rows or kv_tokens is too small.
+            ConfigError: an argument is out of range.
         """
         if max_rows < 1:
             raise ConfigError(f"`max_rows` must be >= 1, got {max_rows}")
         if kv_tokens is not None and kv_tokens < BLOCK:
             raise ConfigError(f"`kv_tokens` must be >= {BLOCK}, got {kv_tokens}")
+        if prefill_tokens < 1:
+            raise ConfigError(f"`prefill_tokens` must be >= 1, got {prefill_tokens}")
+        if not session_ttl_s > 0:
+            raise ConfigError(f"`session_ttl_s` must be > 0, got {session_ttl_s!r}")
+        if on_publish not in tuple(OnPublish):
+            known = " or ".join(f"`{each}`" for each in OnPublish)
+            raise ConfigError(f"`on_publish` must be {known}, got {on_publish!r}")
         self.name = name
+        self._ttl_s = session_ttl_s
+        self._paused = False
         self._shape = policy.shape
+        self._device = policy.device
         wanted = max_rows * blocks_for(policy.shape.max_context) * BLOCK
         num_blocks = (
             budget_blocks(policy.shape, policy.dtype, policy.device, wanted)
             if kv_tokens is None
             else kv_tokens // BLOCK
         )
-        self._stepper = Stepper(policy, max_rows=max_rows, num_blocks=num_blocks, version=version)
+        self._stepper = Stepper(
+            policy,
+            max_rows=max_rows,
+            num_blocks=num_blocks,
+            version=version,
+            prefill_tokens=prefill_tokens,
+            on_publish=OnPublish(on_publish),
+            adapters=adapters,
+        )
+        self._serves_adapters = adapters
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         # Guards what callers and the engine thread both touch: the three below, and that no
         # call enters the inbox after the engine thread has emptied it for the last time.
@@ -166,18 +199,38 @@ class Engine:
 
     @property
     def capabilities(self) -> SamplerCapabilities:
-        return SamplerCapabilities(release=True, score=True, shared_prefix=True, entropies=True)
+        return SamplerCapabilities(
+            release=True,
+            score=True,
+            shared_prefix=True,
+            entropies=True,
+            pause=True,
+            experts=self._stepper.has_experts,
+            adapters=self._serves_adapters,
+            offload=can_release_memory(self._device),
+        )
 
-    async def open(self, session: str, *, group: str = "") -> None:
-        """Start a session; see `Sampler`. Raises SamplerError when the name is taken."""
+    async def open(self, session: str, *, group: str = "", adapter: str = "") -> None:
+        """Start a session; see `Sampler`.
+
+        Prompts that begin alike are shared whatever their group.
+
+        Args:
+            adapter: name of a published adapter; "" = the policy's own weights.
+
+        Raises:
+            SamplerError: the session's name is taken, or the adapter was never published.
+        """
         with self._lock:
             self._check_alive()
             if session in self._sessions:
                 raise SamplerError(
                     f"session `{session}` is already open", hint="names are unique until release"
                 )
+            self._check_adapter(adapter)
             self._sessions.add(session)
-            self._inbox.put(_Call(lambda: self._stepper.open(session, group), Future()))
+            now = time.monotonic()
+            self._inbox.put(_Call(lambda: self._stepper.open(session, adapter, now), Future()))
 
     async def sample(
         self, session: str, prompt: Sequence[int], params: SamplingParams
@@ -195,12 +248,17 @@ class Engine:
         """
         ids = tuple(int(i) for i in prompt)
         self._stepper.scheduler.check(ids, params)
-        request = Request(session, ids, params, time.monotonic() + params.deadline_s)
-        self._post(_Call(lambda: self._stepper.scheduler.submit(request), request.future))
-        return await self._answer(request.future, params.deadline_s + GRACE_S)
+        if params.experts and not self._stepper.has_experts:
+            raise SamplerError(
+                f"{self.name} serves a dense model: it has no experts to return",
+                hint="leave SamplingParams.experts empty",
+            )
+        turn = Turn(session, ids, params, time.monotonic() + params.deadline_s)
+        self._post(_Call(lambda: self._stepper.submit(turn), turn.future))
+        return await self._answer(turn.future, params.deadline_s + GRACE_S)
 
     async def score(
-        self, ids: Sequence[int], start: int, *, temperature: float = 1.0
+        self, ids: Sequence[int], start: int, *, temperature: float = 1.0, adapter: str = ""
     ) -> tuple[float, ...]:
         """Teacher-forced logprobs under the served weights; see `Sampler`.
 
@@ -208,6 +266,42 @@ class Engine:
             ConfigError: temperature is not a finite number > 0, or start is out of range.
             SamplerError: an id is not in the vocabulary, or there are more ids than context.
         """
+        given = self._check_score(ids, start, temperature)
+        self._check_adapter(adapter)
+        future = self._ask(lambda: self._stepper.score(given, start, temperature, adapter))
+        return await self._answer(future, SWAP_LIMIT_S)
+
+    async def scores(
+        self,
+        ids: Sequence[int],
+        start: int,
+        *,
+        top: int = 0,
+        labels: Sequence[int] = (),
+        temperature: float = 1.0,
+        adapter: str = "",
+    ) -> Scores:
+        """As `score`, and of each position the `top` most probable ids and chosen `labels`.
+
+        The label of a prompt: `ids` are the prompt and any one id, `start` the prompt's length.
+
+        Raises:
+            ConfigError, SamplerError: as `score`; or `top` is not in 0..vocabulary, or a label is
+                not in the vocabulary.
+        """
+        given = self._check_score(ids, start, temperature)
+        if not 0 <= top <= self._shape.vocab:
+            raise ConfigError(f"`top` must be in 0..{self._shape.vocab}, got {top}")
+        self._check_adapter(adapter)
+        wanted = [int(i) for i in labels]
+        if wanted:
+            check_ids(wanted, self._shape.vocab)
+        future = self._ask(
+            lambda: self._stepper.scores(given, start, temperature, top, wanted, adapter)
+        )
+        return await self._answer(future, SWAP_LIMIT_S)
+
+    def _check_score(self, ids: Sequence[int], start: int, temperature: float) -> list[int]:
         given = [int(i) for i in ids]
         check_ids(given, self._shape.vocab)
         if len(given) > self._shape.max_context:
@@ -218,8 +312,7 @@ class Engine:
             raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
         if not (math.isfinite(temperature) and temperature > 0):
             raise ConfigError(f"`temperature` must be a finite number > 0, got {temperature!r}")
-        future = self._ask(lambda: self._stepper.score(given, start, temperature))
-        return await self._answer(future, SWAP_LIMIT_S)
+        return given
 
     async def release(self, session: str) -> None:
         """End a session: its KV is free when this returns. A turn in flight ends ABORTED.
@@ -239,13 +332,66 @@ class Engine:
             if self._dead is None:
                 raise
 
+    async def load(self) -> SamplerLoad:
+        """How busy the engine is; see `Replica`. Raises SamplerError when it does not run."""
+        self._check_alive()
+        stats = self.stats()
+        return SamplerLoad(
+            running=stats.running,
+            waiting=stats.waiting,
+            waiting_for_kv=stats.waiting_for_kv,
+            sessions=stats.sessions,
+            kv_usage=stats.kv_usage,
+            kv_tokens=stats.kv_tokens,
+            preemptions=stats.preemptions,
+            prefix_query_tokens=stats.query_tokens,
+            prefix_hit_tokens=stats.cached_tokens,
+        )
+
+    # ------------------------------------------------------------------ pausing
+
+    async def pause(self) -> None:
+        """Stand still after the current step, until `resume`. Idempotent.
+
+        Calls are taken and wait; deadlines, cancelling, releasing, scoring and publishing work.
+        """
+        await self._answer(self._ask(lambda: self._set_paused(True)), SWAP_LIMIT_S)
+
+    async def resume(self) -> None:
+        """Go on; turns that were running lose no token. Idempotent."""
+        await self._answer(self._ask(lambda: self._set_paused(False)), SWAP_LIMIT_S)
+
+    async def offload(self) -> None:
+        """Pause, and give the memory of the KV cache back to the system.
+
+        Sessions stay open; after `resume` what they need is computed again.
+
+        Raises:
+            SamplerError: not supported here; see `capabilities`.
+        """
+        if not self.capabilities.offload:
+            raise SamplerError(
+                f"{self.name} cannot give back the memory of its KV cache on {self._device}: "
+                "not supported",
+                hint="pause() works; close the engine to free its memory",
+            )
+
+        def run() -> None:
+            self._set_paused(True)
+            self._stepper.offload()
+
+        await self._answer(self._ask(run), SWAP_LIMIT_S)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
     # ------------------------------------------------------------------ WeightSink
 
     def publish(self, version: int) -> None:
         """Serve the policy's current weights as `version` from the next step on.
 
-        Blocks until they are served. Turns in flight go on under the new weights with the KV
-        they have; no new prompt reuses KV of older ones.
+        Blocks until they are served. Turns in flight go on under the new weights, with the KV
+        they have or with new one (`on_publish`); no new prompt reuses KV of older ones.
 
         Raises:
             WeightsError: version is below the served one, or names other weights already; or
@@ -253,12 +399,44 @@ class Engine:
                 old weights keep serving.
             SamplerError: the engine is not running.
         """
-        future = self._ask(lambda: self._stepper.load(version))
+        self._wait(self._ask(lambda: self._stepper.load(version)))
+
+    def _wait(self, future: Future[None]) -> None:
         try:
             future.result(SWAP_LIMIT_S)
         except TimeoutError:
             future.cancel()
             raise self._stuck(SWAP_LIMIT_S) from None
+
+    def publish_adapter(self, name: str, adapter: Adapter, version: int = 0) -> None:
+        """Serve an adapter under a name, beside all others, from the next step on.
+
+        Blocks until it is served. KV and sessions of other names are not touched; `version` is
+        what its tokens are recorded with.
+
+        Raises:
+            WeightsError: version is not above the served one, or the adapter does not fit.
+            SamplerError: the engine is not running, or was not made with adapters=True.
+        """
+        if not self._serves_adapters:
+            raise SamplerError(
+                f"{self.name} serves no named adapters", hint="make it with adapters=True"
+            )
+        if not name:
+            raise WeightsError("an adapter needs a name: `` means the policy's own weights")
+        self._wait(self._ask(lambda: self._stepper.load_adapter(name, adapter, version)))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises SamplerError while an open session uses it."""
+        self._wait(self._ask(lambda: self._stepper.drop_adapter(name)))
+
+    def _check_adapter(self, name: str) -> None:
+        known = self._stepper.adapters
+        if name and name not in known:
+            raise SamplerError(
+                f"adapter `{name}` is not served by {self.name}",
+                hint=did_you_mean(name, known) if known else "publish it with publish_adapter",
+            )
 
     def fingerprint(self) -> str:
         """Of the served weights, as the policy computes it: what proves a publication."""
@@ -267,6 +445,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A glance from any thread; the fields are not from one instant."""
         return self._stepper.stats(len(self._sessions))
+
+    def metrics(self) -> dict[str, float]:
+        """`stats` in vLLM's names, without their prefix; see docs/metrics.md."""
+        return self.stats().metrics()
 
     # ------------------------------------------------------------------ hand-over
 
@@ -311,7 +493,11 @@ class Engine:
             with torch.inference_mode():
                 while not self._closing:
                     self._take_calls()
-                    if not self._stepper.idle:
+                    now = time.monotonic()
+                    self._expire(now)
+                    if self._paused:
+                        self._stepper.sweep(now)
+                    elif not self._stepper.idle:
                         self._stepper.step()
             error = SamplerError(f"{self.name} was closed")
         except Exception as cause:
@@ -319,12 +505,32 @@ class Engine:
             error = self._death(cause)
         self._end(error)
 
+    def _expire(self, now: float) -> None:
+        gone = self._stepper.expire(now, self._ttl_s)
+        if gone:
+            logger.warning(
+                "%s released %d sessions that nobody used for %g s, first `%s`",
+                *(self.name, len(gone), self._ttl_s, gone[0]),
+            )
+            with self._lock:
+                self._sessions.difference_update(gone)
+
+    def _patience_s(self) -> float | None:
+        """How long the thread may wait for a call; None = for ever."""
+        if not self._stepper.idle:
+            return PAUSE_TICK_S if self._paused else 0.0
+        expiry = self._stepper.next_expiry(self._ttl_s)
+        # A little late, so that many are found at once.
+        late = self._ttl_s / 20
+        return None if expiry is None else max(late, expiry - time.monotonic() + late)
+
     def _take_calls(self) -> None:
         """Do what callers asked for; waits for it when there is nothing else to do."""
-        block = self._stepper.idle
+        patience = self._patience_s()
+        block = patience != 0.0
         while not self._closing:
             try:
-                call = self._inbox.get(block=block)
+                call = self._inbox.get(block=block, timeout=patience)
             except queue.Empty:
                 return
             block = False

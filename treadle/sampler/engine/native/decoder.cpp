@@ -112,7 +112,7 @@ class Decoder {
     const std::size_t attended = place(std::size_t(stride) * s_.heads * s_.head_dim * 2);
     const std::size_t act = place(std::size_t(stride) * s_.intermediate * 2);
     const int padded = (call.rows + 15) / 16 * 16, blocks = s_.hidden / kBlock;
-    const std::size_t h = place(std::size_t(stride) * s_.hidden * 2);
+    const std::size_t h = place(std::size_t(stride) * s_.hidden * sizeof(float));
     const std::size_t squares = place(sizeof(float) * padded * blocks);
     const std::size_t qkv =
         place(std::size_t(call.rows) * weights_.group_width() * s_.kv_heads * 2);
@@ -129,7 +129,7 @@ class Decoder {
     x_ = {work_.as<bf16>(x), stride};
     attended_ = {work_.as<bf16>(attended), stride};
     act_ = {work_.as<bf16>(act), stride};
-    residual_ = {{work_.as<bf16>(h), stride}, work_.as<float>(squares), padded, blocks};
+    residual_ = {work_.as<float>(h), stride, work_.as<float>(squares), padded, blocks};
     qkv_ = work_.as<bf16>(qkv);
     stats_ = work_.as<ChunkStats>(stats);
     logits_ = sampling ? work_.as<float>(logits) : call.logits;
@@ -257,9 +257,10 @@ class Decoder {
 
   void embed(const TreadleCall& call, int block) const {
     for (int row = 0; row < call.rows; row++) {
-      std::memcpy(residual_.at(row, block),
-                  weights_.embedding + std::size_t(call.ids[row]) * s_.hidden + block * kBlock,
-                  kBlock * 2);
+      const bf16* from =
+          weights_.embedding + std::size_t(call.ids[row]) * s_.hidden + block * kBlock;
+      float* to = residual_.at(row, block);
+      for (int i = 0; i < kBlock; i += 16) _mm512_storeu_ps(to + i, load_bf16(from + i));
     }
     for (int row = 0; row < call.rows; row += 16) {
       residual_.sum_squares(block, row, std::min(16, call.rows - row));

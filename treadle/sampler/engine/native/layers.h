@@ -11,10 +11,9 @@
 
 namespace treadle {
 
-// x * scale, then times the weight, each rounded: 16 values of a row.
-inline __m512 norm16(const bf16* x, const bf16* weight, __m512 scale) {
-  return round_bf16(
-      _mm512_mul_ps(load_bf16(weight), round_bf16(_mm512_mul_ps(load_bf16(x), scale))));
+// x * scale, then times the weight: 16 values of a row.
+inline __m512 norm16(__m512 x, const bf16* weight, __m512 scale) {
+  return _mm512_mul_ps(load_bf16(weight), _mm512_mul_ps(x, scale));
 }
 
 // RMSNorm of one head in place (Qwen3).
@@ -26,26 +25,29 @@ inline void head_norm(bf16* x, const bf16* weight, int head_dim, float eps) {
   }
   const float mean = _mm512_reduce_add_ps(sum) / static_cast<float>(head_dim);
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-  for (int i = 0; i < head_dim; i += 16) store_bf16(x + i, norm16(x + i, weight + i, scale));
+  for (int i = 0; i < head_dim; i += 16) store_bf16(x + i, norm16(load_bf16(x + i), weight + i, scale));
 }
 
-// The residual stream. It is kept by blocks of 32 columns like all activations, and a thread
-// that adds a product's columns to it also normalises them: what crosses between cores is one
+// The residual stream, in fp32. It is kept by blocks of 32 columns like all activations, and a
+// thread that adds a product's columns to it also normalises them: what crosses between cores is one
 // sum of squares per row and block instead of the stream itself.
 struct Residual {
-  Activations h;
+  float* h = nullptr;
+  int stride = 0;  // rows between blocks
   float* squares = nullptr;  // [blocks][padded rows]
   int padded = 0;            // rows, a multiple of 16
   int blocks = 0;
 
-  bf16* at(int row, int block) const { return h.at(row, block * kBlock); }
+  float* at(int row, int block) const {
+    return h + (std::size_t(block) * stride + row) * kBlock;
+  }
 
   // Call after the block's columns of rows [first, first + n), n <= 16, have changed.
   void sum_squares(int block, int first, int n) const {
     __m512 sums[16];
     for (int r = 0; r < 16; r++) {
-      const bf16* x = at(first + r, block);
-      const __m512 a = load_bf16(x), b = load_bf16(x + 16);
+      const float* x = at(first + r, block);
+      const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
       sums[r] = r < n ? _mm512_fmadd_ps(a, a, _mm512_mul_ps(b, b)) : _mm512_setzero_ps();
     }
     _mm512_store_ps(squares + std::size_t(block) * padded + first, sum_each(sums));
@@ -74,41 +76,41 @@ struct Residual {
       alignas(64) float scale[16];
       _mm512_store_ps(scale, scales(first, rows, eps));
       for (int i = first; i < std::min(n, first + 16); i++) {
-        const bf16* x = at(rows == nullptr ? i : rows[i], block);
+        const float* x = at(rows == nullptr ? i : rows[i], block);
         bf16* to = out.at(i, block * kBlock);
         const __m512 s = _mm512_set1_ps(scale[i - first]);
-        store_bf16(to, norm16(x, w, s));
-        store_bf16(to + 16, norm16(x + 16, w + 16, s));
+        store_bf16(to, norm16(_mm512_loadu_ps(x), w, s));
+        store_bf16(to + 16, norm16(_mm512_loadu_ps(x + 16), w + 16, s));
       }
     }
   }
 };
 
 // Rotates one head in place. cos and sin hold head_dim / 2 values of the row's position: the two
-// halves of the library's tables are equal for every rotary type that is accepted. The first
-// product is rounded, the second is not, as in the training forward (models/fuse.py).
+// halves of the library's tables are equal for every rotary type that is accepted.
 inline void rotate(bf16* x, const bf16* cos, const bf16* sin, int head_dim) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += 16) {
     const __m512 a = load_bf16(x + i), b = load_bf16(x + half + i);
     const __m512 c = load_bf16(cos + i), s = load_bf16(sin + i);
-    store_bf16(x + i, _mm512_fnmadd_ps(b, s, round_bf16(_mm512_mul_ps(a, c))));
-    store_bf16(x + half + i, _mm512_fmadd_ps(a, s, round_bf16(_mm512_mul_ps(b, c))));
+    store_bf16(x + i, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
+    store_bf16(x + half + i, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
   }
 }
 
-// silu(gate) * up of 16 fp32 sums.
+// silu(gate) * up of 16 fp32 sums, which the training forward has as bf16.
 inline __m512 gated(__m512 gate, __m512 up) {
   const __m512 g = round_bf16(gate);
   const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), g));
   const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-  return _mm512_mul_ps(round_bf16(silu), round_bf16(up));
+  return _mm512_mul_ps(silu, round_bf16(up));
 }
 
 // h[0..31] += one row of a product.
-inline void add_residual(bf16* h, const float* c) {
+inline void add_residual(float* h, const float* c) {
   for (int i = 0; i < kUnit; i += 16) {
-    store_bf16(h + i, _mm512_add_ps(load_bf16(h + i), round_bf16(_mm512_load_ps(c + i))));
+    const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(h + i), round_bf16(_mm512_load_ps(c + i)));
+    _mm512_storeu_ps(h + i, sum);
   }
 }
 
