@@ -1,8 +1,8 @@
 """Do trainer and engine agree on the logprobs of sampled tokens? A matrix of how they may differ.
 
 A dense model (SmolLM2-135M-Instruct) and a mixture of experts (a small random Qwen3-MoE), in fp32
-and bf16, with LoRA and with full weights, moved by one update of about the size of a training
-step's. The engine samples at temperature 1: each prompt alone or all in one batch, with its KV
+and bf16, with LoRA and with full weights, moved by an update of the size of some training
+steps. The engine samples at temperature 1: each prompt alone or all in one batch, with its KV
 computed or found in the prefix cache. The trainer then scores the same tokens, packed as it packs
 them for training.
 
@@ -14,7 +14,7 @@ first flip of their sequence are counted apart.
 
 Figures, in nats over sampled tokens:
 - parity.fp32_max_abs: largest |difference|, dense, fp32, all cells;
-- parity.bf16_mean_abs: largest mean |difference| of a cell, dense, bf16;
+- parity.bf16_mean_abs: mean |difference|, dense, bf16, all cells;
 - parity.moe_fp32_max_abs: largest |difference| of tokens before any flip, mixture, fp32;
 - parity.moe_flipped_frac: share of the mixture's tokens after a flip, bf16.
 """
@@ -37,18 +37,20 @@ TUNING = machine.tune()
 from benchmarks.common import finish, say
 
 NO_STOP = (-1,)
-QUESTIONS = (
-    "What is 17 + 25?",
-    "Write a short poem about the sea.",
-    "Explain to a child why the sky is blue.",
-    "List three animals that live in the desert.",
-    "Translate `good morning` to French.",
-    "What happened in the year 1969?",
-    "Give me a recipe for a simple soup.",
-    "Sort these numbers: 9, 4, 7, 1.",
+ASKED = (
+    ("You are a calculator. Reply with the answer only.", "What is 17 + 25?"),
+    ("Write like a poet.", "Write a short poem about the sea."),
+    ("Explain things to children.", "Why is the sky blue?"),
+    ("Answer in lists.", "Which animals live in the desert?"),
+    ("Translate to French.", "Good morning, how are you?"),
+    ("A historian answers.", "What happened in the year 1969?"),
+    ("Be a friendly cook.", "Give me a recipe for a simple soup."),
+    ("Think before you answer.", "Sort these numbers: 9, 4, 7, 1."),
 )
-UPDATE = 0.02
-"""Relative size of the update that moves every trained tensor."""
+TEMPLATE_TOKENS = 8
+"""Prompts that count as computed may share this many, the start of the chat template."""
+UPDATE = 0.002
+"""Relative size of the update that moves every trained tensor: some steps of training."""
 
 
 def make_policy(path: Any, dtype: Any, lora: bool) -> Any:
@@ -71,21 +73,18 @@ def make_policy(path: Any, dtype: Any, lora: bool) -> Any:
 
 
 def make_prompts(tokenizer: Any, vocab: int, dense: bool) -> list[list[int]]:
-    """Each begins with an id of its own, so that no two share KV."""
-    rng = random.Random(0)
-    first = rng.sample(range(3, vocab), len(QUESTIONS))
     if not dense:
-        return [[f, *rng.choices(range(3, vocab), k=20 + 7 * i)] for i, f in enumerate(first)]
-    asked = [
+        rng = random.Random(0)
+        return [rng.choices(range(3, vocab), k=20 + 7 * i) for i in range(len(ASKED))]
+    return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
+            [{"role": "system", "content": system}, {"role": "user", "content": question}],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
         )
-        for question in QUESTIONS
+        for system, question in ASKED
     ]
-    return [[f, *ids] for f, ids in zip(first, asked, strict=True)]
 
 
 async def sample(
@@ -110,7 +109,9 @@ async def sample(
             await asyncio.gather(*(one(i, "first", 1) for i in range(len(prompts))))
         done = await asyncio.gather(*(one(i, "turn", new) for i in range(len(prompts))))
     found = [d.cached_tokens for d in done]
-    assert all(found) if cached else not any(found), f"cached tokens {found}"
+    shared = [len(p) - 1 if cached else TEMPLATE_TOKENS for p in prompts]
+    ok = all((f >= n) if cached else (f <= n) for f, n in zip(found, shared, strict=True))
+    assert ok, f"cached tokens {found}"
     return done
 
 
@@ -237,11 +238,16 @@ def main() -> int:
     def worst(key: str, model: str, dtype: str) -> float:
         return max(r[key] for r in rows if (r["model"], r["dtype"]) == (model, dtype))
 
+    def average(model: str, dtype: str) -> float:
+        cells = [r for r in rows if (r["model"], r["dtype"]) == (model, dtype)]
+        total = sum(r["mean_abs"] * r["tokens"] for r in cells)
+        return total / sum(r["tokens"] for r in cells)
+
     mixture = [r for r in rows if (r["model"], r["dtype"]) == ("moe", "bfloat16")]
     flipped = sum(r["flipped_tokens"] for r in mixture)
     figures = {
         "parity.fp32_max_abs": worst("max_abs", "dense", "float32"),
-        "parity.bf16_mean_abs": worst("mean_abs", "dense", "bfloat16"),
+        "parity.bf16_mean_abs": average("dense", "bfloat16"),
         "parity.moe_fp32_max_abs": worst("max_abs", "moe", "float32"),
         "parity.moe_flipped_frac": flipped
         / sum(r["tokens"] + r["flipped_tokens"] for r in mixture),

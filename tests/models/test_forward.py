@@ -269,3 +269,59 @@ def test_a_model_without_linear_layers_cannot_take_lora(make_library, make_polic
     """GPT-2 computes its projections by a class of its own."""
     with pytest.raises(ModelError, match="no linear layer"):
         make_policy(make_library("gpt2", n_inner=80))
+
+
+# ------------------------------------------------------------------ the residual stream
+
+
+def streams(policy):
+    """Dtypes that the norms of the layers take and give in one bf16 forward."""
+    seen = []
+
+    def record(m, args, output):
+        seen.append((args[0].dtype, output.dtype))
+
+    layers = policy.module.get_decoder().layers
+    hooks = [m.register_forward_hook(record) for layer in layers for m in [layer.input_layernorm]]
+    try:
+        with torch.no_grad():
+            policy.hidden(IDS, LAYOUT)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return set(seen)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_the_residual_stream_is_fp32_and_all_else_is_bf16(make_library, make_policy, family):
+    policy = make_policy(make_library(family, **FAMILIES[family]), dtype=torch.bfloat16)
+    assert forward.is_wide(policy.module)
+    assert streams(policy) == {(torch.float32, torch.bfloat16)}
+    hidden = policy.hidden(IDS, LAYOUT)
+    assert hidden.dtype == torch.bfloat16
+    hidden.float().square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() for p in policy.parameters().values())
+
+
+def test_a_module_whose_parts_cannot_take_it_keeps_a_narrow_stream(make_library, make_policy):
+    policy = make_policy(
+        make_library("gemma3_text", **FAMILIES["gemma3_text"]), dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        assert policy.hidden(IDS, LAYOUT).dtype == torch.bfloat16
+
+
+def test_a_wide_stream_is_nearer_to_fp32_than_the_librarys_bf16(make_library, make_policy):
+    index, target = pieces()
+
+    def logprobs(policy):
+        with torch.no_grad():
+            return policy.logprobs(policy.hidden(IDS, LAYOUT)[index], target, 1.0)[0]
+
+    exact = logprobs(make_policy(make_library(num_hidden_layers=8), rank=None))
+    module = make_library(num_hidden_layers=8)
+    policy = make_policy(module, rank=None, dtype=torch.bfloat16)
+    wide = (logprobs(policy) - exact).abs().mean()
+    module.get_input_embeddings().__dict__["treadle_wide"] = False
+    narrow = (logprobs(policy) - exact).abs().mean()
+    assert wide < narrow

@@ -158,8 +158,9 @@ def test_logits_are_those_of_the_library_in_bf16(name, kernel):
     rounded = model.module(ids[None]).logits[0].float().log_softmax(-1)
     model.cast(torch.float32)
     exact = model.module(ids[None]).logits[0].log_softmax(-1)
-    assert (ours - rounded).abs().mean() <= 0.01
-    assert (ours - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean()
+    # The library keeps its residual stream in bf16, so it is the one that is further off.
+    assert (ours - rounded).abs().mean() <= 0.015
+    assert (ours - exact).abs().mean() <= (rounded - exact).abs().mean()
     # Greedy choices differ only where fp32 has a near tie.
     differ = ours.argmax(-1) != exact.argmax(-1)
     gap = exact.amax(-1) - exact.gather(1, ours.argmax(-1)[:, None])[:, 0]

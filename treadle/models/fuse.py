@@ -3,7 +3,7 @@
 `fuse` swaps a module's forward for one of ours only after both gave the same numbers on random
 parameters and inputs; what does not match (another norm, partial rotary, a third projection) keeps
 the library's forward. Guarantees: in fp32 a swapped part agrees with the library's to TOLERANCE;
-in bf16 it rounds at the same places or at fewer.
+in bf16 it computes in fp32 and rounds once, at its end.
 
 What pays on a CPU: one product for query, key and value and one for gate and up; norm, rotary
 and SwiGLU as single nodes of the graph, whose backward makes a third of the passes over memory.

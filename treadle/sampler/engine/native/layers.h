@@ -1,7 +1,7 @@
 // What lies between the products: normalisation, rotary positions, the gated activation.
 //
-// Each function rounds to bf16 exactly where the training forward does: the same bits then come
-// out but for the order of additions inside a sum.
+// Each function rounds to bf16 exactly where the training forward does (models/fuse.py): the same
+// bits then come out but for the order of additions inside a sum.
 #pragma once
 
 #include <algorithm>
