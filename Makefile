@@ -58,6 +58,7 @@ test-gpu: install-dev ## needs an accelerator
 bench: install ## performance figures with JSON results under benchmarks/results
 	$(BIN)/python -m benchmarks.engine --json
 	$(BIN)/python -m benchmarks.step_vs_trl --json
+	$(BIN)/python -m benchmarks.routing --json
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
