@@ -60,6 +60,7 @@ bench: install ## performance figures with JSON results under benchmarks/results
 	$(BIN)/python -m benchmarks.step_vs_trl --json
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[gateway]'
 	$(BIN)/python -m benchmarks.gateway --json
+	$(BIN)/python -m benchmarks.routing --json
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

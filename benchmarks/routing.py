@@ -447,7 +447,7 @@ def main() -> int:
 
     sweep: dict[str, dict[str, Any]] = {name: {} for name in policies}
     for name, policy in policies.items():
-        for each in (8, 16, 24, 32, 48):
+        for each in (8, 16, 24, 32):
             cell = sweep[name][str(each)] = run_cell(policy, each=each, horizon_s=600.0)
             say(f"{name}, {each} each: {strip(cell)}")
         sweep[name][str(EACH)] = cells[f"{name}/off"]

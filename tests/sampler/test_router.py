@@ -186,7 +186,10 @@ def test_replicas_that_die_under_load_lose_no_turn():
         async with Router(replicas) as router:
             storm = asyncio.ensure_future(trouble())
             done = await asyncio.gather(
-                *(rollout(router, f"s{i}", turns=40, pause_s=1.0) for i in range(40))
+                *(
+                    rollout(router, f"s{i}", turns=40, pause_s=1.0, group=f"{i % 7}")
+                    for i in range(40)
+                )
             )
             await storm
             await asyncio.sleep(60)
@@ -355,7 +358,9 @@ def test_callers_that_leave_at_any_moment_bring_all_counts_back_to_zero():
         async with Router(replicas, caps=Caps(max_context=500), limits=limits) as router:
 
             async def fickle(name):
-                task = asyncio.ensure_future(rollout(router, name, turns=5, release=False))
+                task = asyncio.ensure_future(
+                    rollout(router, name, turns=5, group=name[-1], release=False)
+                )
                 await asyncio.wait({task}, timeout=rng.choice([0, 0.01, 0.2, 1.0, 5.0, 1e4]))
                 task.cancel()
                 await asyncio.wait({task})
@@ -431,6 +436,69 @@ def test_a_release_in_a_turn_aborts_it_and_an_open_can_be_released():
             await assert_nothing_is_left(router, replicas)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("way", ["release", "cancel", "kill"])
+def test_a_session_that_ends_while_its_replica_opens_it_leaves_nothing_there(way):
+    class SlowToOpen(SimulatedEngine):
+        async def open(self, session, *, group=""):
+            await asyncio.sleep(1)
+            await super().open(session, group=group)
+            await asyncio.sleep(1)
+
+    async def main():
+        replicas = {"r0": SlowToOpen(COST)}
+        async with Router(replicas) as router:
+            opening = asyncio.ensure_future(router.open("a", group="g"))
+            await asyncio.sleep(0.5)
+            if way == "release":
+                await router.release("a")
+            if way == "cancel":
+                await asyncio.sleep(1)
+                opening.cancel()
+            if way == "kill":
+                replicas["r0"].kill()
+                await asyncio.sleep(11)
+                replicas["r0"].revive()
+            (outcome,) = await asyncio.gather(opening, return_exceptions=True)
+            if way == "kill":
+                assert outcome is None and router.where("a") == "r0"
+                await router.release("a")
+            else:
+                assert isinstance(outcome, SessionUnknown | asyncio.CancelledError)
+            await asyncio.sleep(10)
+            await assert_nothing_is_left(router, replicas)
+
+    run_virtual(main())
+
+
+def test_a_measured_cap_waits_for_whole_lives_and_then_overcommits():
+    """A cold start, at which all sessions are short, does not let in what cannot be held later."""
+
+    async def main():
+        replicas = engines(1, max_rows=64)
+        caps, limits = Caps(max_context=2000, z=2.0, min_ended=20), RouterLimits(open_limit_s=1e5)
+        router = Router(replicas, caps=caps, limits=limits)
+        async with router:
+            most, rng = [], random.Random(0)
+
+            async def client(index):
+                await router.open(name := f"s{index}")
+                ids = prompt_of(name, 50)
+                for _ in range(rng.randrange(5, 16)):
+                    most.append((router.stats().placed, router.stats().released))
+                    ids += (await router.sample(name, ids, PARAMS)).ids + tuple(range(70))
+                    await asyncio.sleep(rng.uniform(1, 20))
+                await router.release(name)
+
+            await asyncio.gather(*(client(i) for i in range(200)))
+            await assert_nothing_is_left(router, replicas)
+            return most, replicas["r0"].stats()
+
+    most, stats = run_virtual(main())
+    assert max(placed for placed, released in most if released < 20) == 5, "2,000 tokens each"
+    assert 10 <= max(placed for placed, _ in most) <= 18, "about 600 on average"
+    assert stats.repeated_tokens < 0.05 * stats.prefill_tokens
 
 
 def test_a_replica_that_cannot_release_is_asked_again():
@@ -546,6 +614,7 @@ def test_a_poisoned_replica_is_held_back_and_taken_back_on_probation():
 
     held, stats, router = run_virtual(main())
     assert held.quarantines >= 1 and held.losses == 0
+    assert stats.quarantines <= held.quarantines + 1, "cured, it is not judged by old turns"
     assert stats.quarantined == 0 and not any(h.standing.probation for h in router._handles)
 
 

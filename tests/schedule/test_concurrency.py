@@ -197,6 +197,7 @@ def drive(state, looks, now=0.0, preempted=0):
         yield state, now, preempted
 
 
+@settings(deadline=None)
 @given(LOOKS)
 def test_the_cap_stays_within_its_bounds_whatever_happens(looks):
     for state, _, _ in drive(start(), looks):
@@ -219,6 +220,7 @@ def test_calm_engines_and_a_binding_cap_bring_it_back_to_the_top(looks):
     raise AssertionError(f"stuck at {state}")
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0.5, 0.79), st.integers(0, 40), st.integers(0, 3)),

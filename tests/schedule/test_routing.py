@@ -1,17 +1,17 @@
 """Routing decisions: worked by hand, against the closed form, and on random pools."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.schedule.routing import (
     Caps,
     ConsistentHash,
     LeastSessions,
+    Life,
     PowerOfTwo,
     PrefixAffinity,
     Resident,
@@ -123,6 +123,7 @@ def test_an_idle_session_leaves_a_replica_under_pressure_or_with_a_large_surplus
     assert better_home(views[0], views, session="s", margin=None) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=12), st.integers(2, 8))
 def test_moving_always_comes_to_rest(counts, margin):
     """B183: moved under a stated margin, and a balanced state does not thrash."""
@@ -155,6 +156,7 @@ def test_caps_worked_by_hand():
     assert overcommit_cap(50, mean_tokens=100, std_tokens=0, z=2) == 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**7), st.floats(1, 1e5), st.floats(0, 1e5), st.floats(0, 4))
 def test_the_overcommitted_cap_is_the_largest_that_fits(kv_tokens, mean, std, z):
     n = overcommit_cap(kv_tokens, mean_tokens=mean, std_tokens=std, z=z)
@@ -165,18 +167,37 @@ def test_the_overcommitted_cap_is_the_largest_that_fits(kv_tokens, mean, std, z)
     assert need(n) <= kv_tokens * (1 + 1e-9) and need(n + 1) > kv_tokens * (1 - 1e-9)
 
 
+def test_the_life_of_a_session_worked_by_hand():
+    life = Life(since_s=10.0).grown(100, now_s=12.0).grown(300, now_s=15.0).grown(300, now_s=16.0)
+    assert (life.tokens, life.seconds) == (300, 6.0)
+    assert life.area == 0 * 2 + 100 * 3 + 300 * 1
+    assert life.squares == 100**2 * 3 + 300**2 * 1
+    resident = Resident().observe(life)
+    assert resident.mean == 100.0
+    assert resident.std == pytest.approx(math.sqrt(120_000 / 6 - 100**2))
+
+
 def test_a_measured_cap_overcommits_what_evenly_growing_sessions_leave_free():
     """A session that grows evenly to L holds L/2: about twice as many fit."""
-    rng = random.Random(0)
+    life = Life(since_s=0.0)
+    for second in range(1, 33):
+        life = life.grown(second * 1024, now_s=float(second))
     resident = Resident()
-    for _ in range(50):
-        resident = resident.observe(rng.randrange(1, 32_768) for _ in range(64))
+    safe, measured = Caps(max_context=32_768), Caps(max_context=32_768, z=2.0)
+    for _ in range(63):
+        resident = resident.observe(life)
+    at_start = {"before": 0.0, "step_s": 1e9}
+    assert measured.cap(350_000, resident, **at_start) == 10, "too few have ended to believe it"
+    for _ in range(200):
+        resident = resident.observe(life)
     assert resident.mean == pytest.approx(16_384, rel=0.05)
     assert resident.std == pytest.approx(32_768 / math.sqrt(12), rel=0.05)
-    safe, measured = Caps(max_context=32_768), Caps(max_context=32_768, z=2.0)
-    assert safe.cap(350_000, resident) == 10
-    assert 15 <= measured.cap(350_000, resident) <= 19
-    assert measured.cap(350_000, Resident()) == 10, "nothing measured yet"
+    assert safe.cap(350_000, resident, **at_start) == 10
+    full = measured.cap(350_000, resident, **at_start)
+    assert 15 <= full <= 19
+    # A life takes 32 s: so does the way up, and none at all the way down.
+    assert measured.cap(350_000, resident, before=10.0, step_s=2.0) == 10 + full * 2 / 32
+    assert measured.cap(350_000, resident, before=500.0, step_s=2.0) == full
 
 
 def test_a_replica_is_lost_after_two_failed_checks_and_taken_back_after_two_good_ones():
@@ -216,6 +237,7 @@ def test_a_queue_for_kv_counts_when_it_lasts_and_slowness_needs_probation():
     assert again.quarantined and again.until_s == 36 + 60, "twice as long"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1), st.integers(0, 9)), max_size=60))
 def test_any_standing_recovers_once_a_replica_is_calm(history):
     """Neither a loss nor a quarantine is for ever, whatever came before."""

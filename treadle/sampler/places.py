@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable
 
 from treadle.errors import SamplerError
 from treadle.schedule.concurrency import Concurrency
-from treadle.schedule.routing import Policy, Standing, better_home, place
+from treadle.schedule.routing import Life, Policy, Standing, better_home, place
 from treadle.types import Replica, SamplerLoad
 
 
 class Session:
     """What a router knows of one session."""
 
-    __slots__ = ("alias", "asked", "busy", "closed", "group", "home", "leaving", "moved", "name",
-                 "opened", "parked", "tokens", "used_s", "wait")  # fmt: skip
+    __slots__ = ("alias", "asked", "busy", "closed", "group", "home", "leaving", "life", "moved",
+                 "name", "opened", "parked", "used_s", "wait")  # fmt: skip
 
     def __init__(self, name: str, group: str, now_s: float) -> None:
         self.name = name
@@ -44,8 +44,8 @@ class Session:
         """To be parked after its turn."""
         self.moved = 0
         """Times that it got another name on a replica."""
-        self.tokens = 0
-        """Of its history: what its KV takes when it is all there."""
+        self.life = Life(since_s=now_s)
+        """Tokens of its history: what its KV takes when it is all there."""
         self.used_s = now_s
 
 
@@ -67,7 +67,7 @@ class Handle:
         """Sessions that it had at the last checks and that are not ours."""
         self.strangers = 0
         """The same at the last check alone."""
-        self.measured_cap: int | None = None
+        self.measured_cap: float | None = None
         self.orphans: dict[str, None] = {}
         """Sessions that it may hold for nobody."""
         self.sweeping = False
@@ -95,9 +95,10 @@ class Handle:
 
     @property
     def cap(self) -> int | None:
+        measured = None if self.measured_cap is None else int(self.measured_cap)
         if not self.standing.probation:
-            return self.measured_cap
-        return min(self.probation, self.measured_cap or self.probation)
+            return measured
+        return self.probation if measured is None else min(self.probation, measured)
 
     def in_group(self, group: str) -> int:
         return self.groups.get(group, 0)

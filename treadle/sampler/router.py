@@ -46,6 +46,7 @@ from treadle.schedule.concurrency import ConcurrencySettings, Pool
 from treadle.schedule.routing import (
     Caps,
     LeastSessions,
+    Life,
     Policy,
     Resident,
     Rules,
@@ -296,6 +297,7 @@ class Router:
             raise
         record.busy = False
         record.used_s = loop.time()
+        record.life = Life(since_s=record.used_s)  # the wait for a place is no part of it
         self._counts["opened"] += 1
 
     async def sample(
@@ -311,13 +313,14 @@ class Router:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + params.deadline_s
         record.busy = True
+        record.life = record.life.grown(len(prompt), now_s=loop.time())
         try:
             completion = await self._turn(record, prompt, params, deadline)
         finally:
             record.busy = False
             record.used_s = loop.time()
             self._places.park_if_due(record)
-        record.tokens = len(prompt) + len(completion.ids)
+        record.life = record.life.grown(len(prompt) + len(completion.ids), now_s=loop.time())
         self._counts["completed"] += 1
         return completion
 
@@ -357,6 +360,10 @@ class Router:
         if record is None:
             return
         self._counts["released"] += 1
+        if record.life.tokens:
+            now = asyncio.get_running_loop().time()
+            whole = record.life.grown(record.life.tokens, now_s=now)
+            self._resident = self._resident.observe(whole)
         home, alias = record.home, record.alias
         self._end(record)
         if home is not None:
@@ -585,13 +592,15 @@ class Router:
     async def _poll(self, *, certain: bool = False) -> None:
         await asyncio.gather(*(self._check(handle, certain=certain) for handle in self._handles))
         self._expire()
-        self._resident = self._resident.observe(
-            record.tokens for record in self._sessions.values() if record.home and record.tokens
-        )
         if self._caps is not None:
             for handle in self._handles:
                 if handle.load is not None:
-                    handle.measured_cap = self._caps.cap(handle.load.kv_tokens, self._resident)
+                    handle.measured_cap = self._caps.cap(
+                        handle.load.kv_tokens,
+                        self._resident,
+                        before=handle.measured_cap or 0.0,
+                        step_s=self._limits.poll_s,
+                    )
         self._control()
         self._places.wake()
         for handle in self._handles:
@@ -668,7 +677,7 @@ class Router:
             loads={h.name: h.load for h in fit if h.load is not None},
             live=self._places.placed,
             resident_tokens={
-                h.name: sum(record.tokens for record in h.members.values()) for h in fit
+                h.name: sum(record.life.tokens for record in h.members.values()) for h in fit
             },
         )
         if self._places.control is None:

@@ -249,44 +249,91 @@ class Caps:
     """Tokens that one session may grow to."""
     z: float | None = None
     """None = `safe_cap`. Else `overcommit_cap` with this much headroom, and `safe_cap` at least."""
-    min_weight: float = 100.0
-    """Observed session-moments before a measured cap is believed."""
+    min_ended: float = 64.0
+    """Sessions that must have ended before a measured cap is believed."""
 
-    def cap(self, kv_tokens: int, resident: Resident) -> int:
-        safe = safe_cap(kv_tokens, self.max_context)
-        if self.z is None or resident.weight < self.min_weight:
+    def cap(self, kv_tokens: int, resident: Resident, *, before: float, step_s: float) -> float:
+        """The cap from now on; whole sessions of it count.
+
+        It rises over one mean life and not at once: sessions that start together grow together,
+        and the formula is about sessions of all ages.
+
+        Args:
+            before: the last answer; 0 at the start.
+            step_s: seconds since then.
+        """
+        safe = float(safe_cap(kv_tokens, self.max_context))
+        if self.z is None or resident.ended < self.min_ended:
             return safe
         measured = overcommit_cap(
             kv_tokens, mean_tokens=resident.mean, std_tokens=resident.std, z=self.z
         )
-        return max(safe, measured)
+        if measured <= before:
+            return max(safe, measured)
+        rise = measured * step_s / max(1e-9, resident.mean_life_s)
+        return max(safe, min(measured, before + rise))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Life:
+    """Tokens of one session over its time so far."""
+
+    since_s: float
+    """Clock at which it got the tokens that it has now."""
+    tokens: int = 0
+    seconds: float = 0.0
+    area: float = 0.0
+    """Token-seconds."""
+    squares: float = 0.0
+    """Token^2-seconds."""
+
+    def grown(self, tokens: int, *, now_s: float) -> Life:
+        """It has `tokens` from now on."""
+        step = now_s - self.since_s
+        return Life(
+            since_s=now_s,
+            tokens=tokens,
+            seconds=self.seconds + step,
+            area=self.area + self.tokens * step,
+            squares=self.squares + self.tokens**2 * step,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resident:
-    """Tokens that a live session holds, over sessions and time, older moments fading."""
+    """Tokens that a session holds at a random moment of its life, from lives that have ended.
 
-    weight: float = 0.0
-    total: float = 0.0
+    Whole lives only: live sessions are younger than they will be, all of them at a cold start,
+    and a cap from what they hold now would let in several times too many.
+    """
+
+    ended: float = 0.0
+    """Lives, older ones fading."""
+    seconds: float = 0.0
+    area: float = 0.0
     squares: float = 0.0
 
     @property
+    def mean_life_s(self) -> float:
+        return self.seconds / self.ended if self.ended else 0.0
+
+    @property
     def mean(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
+        return self.area / self.seconds if self.seconds else 0.0
 
     @property
     def std(self) -> float:
-        if not self.weight:
+        if not self.seconds:
             return 0.0
-        return math.sqrt(max(0.0, self.squares / self.weight - self.mean**2))
+        return math.sqrt(max(0.0, self.squares / self.seconds - self.mean**2))
 
-    def observe(self, tokens: Iterable[int], *, keep: float = 0.95) -> Resident:
-        """One look at all live sessions, at even intervals; `keep` is the weight of the past."""
-        values = list(tokens)
+    def observe(self, life: Life, *, keep: float = 0.998) -> Resident:
+        """A life has ended; `keep` is the weight of those before."""
         return Resident(
-            weight=keep * self.weight + len(values),
-            total=keep * self.total + sum(values),
-            squares=keep * self.squares + sum(v * v for v in values),
+            ended=keep * self.ended + 1,
+            seconds=keep * self.seconds + life.seconds,
+            area=keep * self.area + life.area,
+            squares=keep * self.squares + life.squares,
         )
 
 
