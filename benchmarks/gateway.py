@@ -230,7 +230,7 @@ def main() -> None:
         "connections": CONNECTIONS,
         "over_http": busy,
         "chat_cpu_us_per_turn": chat_us,
-        "alone": alone,
+        "alone": {k: v for k, v in alone.items() if k != "bytes_per_session"},
     }
     finish("gateway", figures, detail, {"aiohttp": version("aiohttp")})
 
