@@ -279,6 +279,7 @@ class FakeVllm(FakeServer):
         dev = {
             "/update_weight_version": self._name,
             "/weight_info": lambda _: {"weight_version": self.label},
+            "/is_paused": lambda _: {"is_paused": not self._flowing},
             "/pause": lambda _: self.flow(False),
             "/resume": lambda _: self.flow(True),
             "/collective_rpc": self._reload,

@@ -281,6 +281,35 @@ def test_a_server_without_ids_is_refused_when_it_is_opened():
         sampler_of(fake).start()
 
 
+def test_a_server_that_a_broken_publication_left_paused_is_refused():
+    with FakeVllm() as fake:
+        fake.flow(False)
+        with pytest.raises(SamplerError, match="is paused"):
+            sampler_of(fake).start()
+
+
+def test_a_connection_that_breaks_after_an_error_does_not_end_the_server(tmp_path):
+    """vLLM closes the connection after a failed reload; bringing the old weights back needs a new
+    one."""
+
+    class Fake(FakeVllm):
+        broken = False
+
+        async def _handle(self, request):
+            if request.path == "/collective_rpc" and self.shift == 0 and not self.broken:
+                self.broken = True
+                request.transport.close()
+            return await super()._handle(request)
+
+    async def main():
+        with Fake() as fake, sampler_of(fake) as sampler:
+            await sampler.adopt(1, weights(tmp_path / "w", 2))
+            return fake.broken, await turn(sampler)
+
+    broken, done = asyncio.run(main())
+    assert broken and done.versions == (1,) * 6
+
+
 def test_something_else_behind_the_url_is_refused():
     with FakeVllm() as fake:
         fake.refuse["/v1/models"] = (200, "<html>hello</html>")

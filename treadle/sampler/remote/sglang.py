@@ -301,7 +301,8 @@ class SglangSampler(Remote):
         await self._succeed("/unload_lora_adapter", {"lora_name": name})
 
     async def _pause(self) -> None:
-        await self._post("/pause_generation", {"mode": "in_place"}, limit_s=PUBLISH_S)
+        body = {"mode": "in_place"}
+        await self._post("/pause_generation", body, limit_s=PUBLISH_S, attempts=3)
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {}, attempts=3)
@@ -314,15 +315,17 @@ class SglangSampler(Remote):
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        await self._succeed("/update_weights_from_disk", body)
+        await self._succeed("/update_weights_from_disk", body, attempts=3)
         held = (await self._get("/model_info")).json().get("weight_version")
         if held != str(version):
             raise SamplerError(
                 f"{self.name} serves weights named {held!r} after version {version} was loaded"
             )
 
-    async def _succeed(self, path: str, body: Mapping[str, Any], hint: str = "") -> None:
-        reply = await self._io.request("POST", path, body, limit_s=PUBLISH_S)
+    async def _succeed(
+        self, path: str, body: Mapping[str, Any], hint: str = "", attempts: int = 1
+    ) -> None:
+        reply = await self._io.request("POST", path, body, limit_s=PUBLISH_S, attempts=attempts)
         if not reply.json(hint).get("success"):
             raise SamplerError(f"{reply.where} did not succeed: {reply.quote()}", hint=hint)
 

@@ -92,6 +92,12 @@ class VllmSampler(Remote):
             raise SamplerError(f"{self.name} serves {names}, not `{self._model}`")
         length = models[names.index(self._model)].get("max_model_len")
         self._context = length if isinstance(length, int) else None
+        paused = await self._io.request("GET", "/is_paused", limit_s=ASK_S, attempts=3)
+        if paused.status < 400 and paused.json().get("is_paused"):
+            raise SamplerError(
+                f"{self.name} is paused: a publication to it broke off",
+                hint="restart it, or POST /resume if you know what it holds",
+            )
         await self._name_weights()
         cold = await self._probe(1.0)
         self._mode = tell_mode(cold, await self._probe(PROBE_TEMPERATURE), self.name)
@@ -101,8 +107,9 @@ class VllmSampler(Remote):
     async def _name_weights(self) -> None:
         """Give what the server holds the name of our version, where it lets us."""
         label = str(self._served.version)
+        body = {"new_version": label}
         reply = await self._io.request(
-            "POST", "/update_weight_version", {"new_version": label}, limit_s=ASK_S
+            "POST", "/update_weight_version", body, limit_s=ASK_S, attempts=3
         )
         self._labels = {label if reply.status < 400 else "default": self._served.version}
 
@@ -266,8 +273,11 @@ class VllmSampler(Remote):
     # ------------------------------------------------------------------ weights
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
-        body = {"lora_name": name, "lora_path": str(folder)}
-        await self._post("/v1/load_lora_adapter", body, limit_s=PUBLISH_S, hint=LORA_HINT)
+        # In place, so that a second try is no error; the name is of this version alone.
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        await self._post(
+            "/v1/load_lora_adapter", body, limit_s=PUBLISH_S, attempts=3, hint=LORA_HINT
+        )
         listed = (await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)).json()
         if not any(isinstance(m, dict) and m.get("id") == name for m in listed.get("data", ())):
             raise SamplerError(f"{self.name} took adapter {name} and does not list it")
@@ -276,7 +286,8 @@ class VllmSampler(Remote):
         await self._post("/v1/unload_lora_adapter", {"lora_name": name}, attempts=3)
 
     async def _pause(self) -> None:
-        await self._post("/pause", params={"mode": "keep"}, limit_s=PUBLISH_S, hint=DEV_HINT)
+        keep = {"mode": "keep"}
+        await self._post("/pause", params=keep, limit_s=PUBLISH_S, attempts=3, hint=DEV_HINT)
 
     async def _resume(self) -> None:
         await self._post("/resume", limit_s=ASK_S, attempts=3, hint=DEV_HINT)
@@ -285,8 +296,10 @@ class VllmSampler(Remote):
         body: dict[str, Any] = {"method": "reload_weights"}
         if folder is not None:
             body["kwargs"] = {"weights_path": str(folder)}
-        await self._post("/collective_rpc", body, limit_s=PUBLISH_S, hint=DEV_HINT)
-        await self._post("/update_weight_version", {"new_version": str(version)}, hint=DEV_HINT)
+        # vLLM breaks the connection after an error: each of these may need a second one.
+        await self._post("/collective_rpc", body, limit_s=PUBLISH_S, attempts=3, hint=DEV_HINT)
+        label = {"new_version": str(version)}
+        await self._post("/update_weight_version", label, attempts=3, hint=DEV_HINT)
         info = (await self._io.request("GET", "/weight_info", limit_s=ASK_S, attempts=3)).json()
         if info.get("weight_version") != str(version):
             raise SamplerError(
