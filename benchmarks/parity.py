@@ -53,6 +53,10 @@ UPDATE = 0.002
 """Relative size of the update that moves every trained tensor: some steps of training."""
 
 
+LIMIT_S = 7200.0
+"""For one completion: other work may have the machine."""
+
+
 def make_policy(path: Any, dtype: Any, lora: bool) -> Any:
     import torch
 
@@ -100,7 +104,9 @@ async def sample(
         async def one(index: int, name: str, tokens: int) -> Any:
             session = f"{name}/{index}"
             await engine.open(session)
-            params = SamplingParams(max_new_tokens=tokens, seed=index, experts=experts)
+            params = SamplingParams(
+                max_new_tokens=tokens, seed=index, experts=experts, deadline_s=LIMIT_S
+            )
             done = await engine.sample(session, prompts[index], params)
             await engine.release(session)
             return done

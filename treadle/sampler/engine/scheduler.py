@@ -215,7 +215,8 @@ class Scheduler:
             copies += self._start(turn, claim)
             if turn.pending > 1:
                 computing.add(_next_block(turn, turn.length))
-        self.waiting = deque(t for t in self.waiting if t not in admitted)
+        if admitted:
+            self.waiting = deque(t for t in self.waiting if t not in admitted)
         return copies
 
     def _claim(self, turn: Turn) -> Claim | None:
