@@ -274,6 +274,7 @@ class FakeVllm(FakeServer):
         """
         super().__init__(**options)
         self.scale_out, self.dev, self.context = scale_out, dev, context
+        self._path = "first"
 
     def routes(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
         dev = {
@@ -295,7 +296,7 @@ class FakeVllm(FakeServer):
         }
 
     def _models(self) -> list[dict[str, Any]]:
-        base = {"id": "base", "parent": None, "max_model_len": self.context}
+        base = {"id": "base", "root": "first", "parent": None, "max_model_len": self.context}
         return [base, *({"id": name, "parent": "base"} for name in self.adapters)]
 
     def _name(self, body: dict[str, Any]) -> dict[str, bool]:
@@ -303,9 +304,10 @@ class FakeVllm(FakeServer):
         return {"success": True}
 
     def _reload(self, body: dict[str, Any]) -> tuple[int, Any]:
+        # As in vLLM, a path is remembered also when it is of no use.
+        self._path = body.get("kwargs", {}).get("weights_path", self._path)
         try:
-            kwargs = body.get("kwargs")
-            self.shift = self.weights_at(kwargs["weights_path"]) if kwargs else 0
+            self.shift = 0 if self._path == "first" else self.weights_at(self._path)
         except StopIteration:
             return 500, {"error": "no weights there"}
         return 200, {"results": [None]}

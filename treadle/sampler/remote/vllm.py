@@ -74,6 +74,7 @@ class VllmSampler(Remote):
         self._path = GENERATE
         self._mode = Mode.TEMPERED
         self._shared_prefix = False
+        self._first_weights = ""
 
     @property
     def capabilities(self) -> SamplerCapabilities:
@@ -84,13 +85,15 @@ class VllmSampler(Remote):
     # ------------------------------------------------------------------ opening
 
     async def _attach(self) -> None:
-        listed = (await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)).json()
-        models = [m for m in listed.get("data", ()) if isinstance(m, dict) and not m.get("parent")]
+        answer = (await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)).json()
+        models = [m for m in answer.get("data", ()) if isinstance(m, dict) and not m.get("parent")]
         names = [str(m.get("id")) for m in models]
         self._model = self._model or (names[0] if names else "")
         if self._model not in names:
             raise SamplerError(f"{self.name} serves {names}, not `{self._model}`")
-        length = models[names.index(self._model)].get("max_model_len")
+        listed = models[names.index(self._model)]
+        self._first_weights = str(listed.get("root") or "")
+        length = listed.get("max_model_len")
         self._context = length if isinstance(length, int) else None
         paused = await self._io.request("GET", "/is_paused", limit_s=ASK_S, attempts=3)
         if paused.status < 400 and paused.json().get("is_paused"):
@@ -293,9 +296,9 @@ class VllmSampler(Remote):
         await self._post("/resume", limit_s=ASK_S, attempts=3, hint=DEV_HINT)
 
     async def _load_weights(self, version: int, folder: Path | None) -> None:
-        body: dict[str, Any] = {"method": "reload_weights"}
-        if folder is not None:
-            body["kwargs"] = {"weights_path": str(folder)}
+        # Always with a path: without one it is the last that was tried, a wrong one included.
+        path = self._first_weights if folder is None else str(folder)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         # vLLM breaks the connection after an error: each of these may need a second one.
         await self._post("/collective_rpc", body, limit_s=PUBLISH_S, attempts=3, hint=DEV_HINT)
         label = {"new_version": str(version)}
