@@ -2,12 +2,14 @@
 
     python -m benchmarks.first_run --json           # measures one seed again (about 8 minutes)
     python -m benchmarks.first_run --full --json    # every seed that has no row yet
+    python -m benchmarks.first_run --again --json   # every seed, at this commit
 
 CPU budget: 72 steps x 4 s + evaluations = 6 to 8 minutes a seed, 3 seeds.
 
-Rows are appended to results/first_run.jsonl, one per (setting, seed, commit); the setting is the
-recipe's resolved config but for the seed. A row that is there is not made again, except by the
-default run, which measures seed 0 at the current commit whether it has a row or not.
+Rows are appended to results/first_run.jsonl, one per (setting, seed, commit); the setting is what
+the recipe sets, but for the seed: an option of later code, left at its default, does not change
+it. A row that is there is not made again, except by the default run, which measures seed 0 at the
+current commit whether it has a row or not, and by `--again`, for code that changes numbers.
 
 Figures, over the rows of the current setting:
 - first_run.seeds: rows that count, at most one (the latest) per seed;
@@ -39,10 +41,21 @@ SEEDS = (0, 1, 2)
 
 def setting() -> str:
     from treadle.cli.recipes import load
-    from treadle.config import to_dict
+    from treadle.config import RunConfig, to_dict
 
-    config = to_dict(replace(load("10_first_run"), seed=0))
-    return blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=6).hexdigest()
+    chosen = _chosen(to_dict(replace(load("10_first_run"), seed=0)), to_dict(RunConfig()))
+    return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def _chosen(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the default, at any depth of sections."""
+    return {
+        key: _chosen(value, default[key])
+        if isinstance(value, dict) and isinstance(default[key], dict)
+        else value
+        for key, value in config.items()
+        if value != default[key]
+    }
 
 
 def commit() -> str:
@@ -102,12 +115,14 @@ def rows() -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="every seed without a row")
+    parser.add_argument("--again", action="store_true", help="every seed, at this commit")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
 
     now = setting()
     have = {row["seed"] for row in rows() if row["setting"] == now}
-    for seed in [s for s in SEEDS if s not in have] if args.full else SEEDS[:1]:
+    missing = [s for s in SEEDS if s not in have]
+    for seed in SEEDS if args.again else missing if args.full else SEEDS[:1]:
         say(f"seed {seed}: minutes")
         row = measure(seed)
         with ROWS.open("a") as file:
