@@ -41,9 +41,11 @@ SEEDS = (0, 1, 2)
 
 def setting() -> str:
     from treadle.cli.recipes import load
-    from treadle.config import RunConfig, to_dict
+    from treadle.config import RunConfig, TasksConfig, to_dict
 
-    chosen = _chosen(to_dict(replace(load("10_first_run"), seed=0)), to_dict(RunConfig()))
+    config = to_dict(replace(load("10_first_run"), seed=0))
+    chosen = _chosen(config, to_dict(RunConfig()))
+    chosen["tasks"] = [_chosen(tasks, to_dict(TasksConfig())) for tasks in config["tasks"]]
     return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -51,10 +53,10 @@ def _chosen(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """What differs from the default, at any depth of sections."""
     return {
         key: _chosen(value, default[key])
-        if isinstance(value, dict) and isinstance(default[key], dict)
+        if isinstance(value, dict) and isinstance(default.get(key), dict)
         else value
         for key, value in config.items()
-        if value != default[key]
+        if key not in default or value != default[key]
     }
 
 
