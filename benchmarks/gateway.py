@@ -7,15 +7,18 @@
 All sessions are open at once and each asks a few turns. The replicas keep sessions and KV as they
 always do, and their time costs nothing (every duration of their cost model is 0), so what is
 measured is ours: HTTP, JSON, attribution, matching of the history, recording; placing, bounding
-and clocking of turns. The same turns are also run by `Chat` in this process, on the replicas
-themselves and through the router. Differences of this process's CPU time are the overheads; memory
-is the growth of the resident set over all open sessions, divided by their number. At the end every
-count, of gateway, router and replicas, has to be 0 again, or there is no figure.
+and clocking of turns. The same turns are then run by `Chat` in this process, on the replicas
+themselves; the difference in CPU time of this process is the overhead. The router's part of it is
+measured apart, without anything else around: sessions opened, sampled and released through it and
+on the replicas, in turn. Memory is the growth of the resident set over all open sessions, divided
+by their number. At the end every count, of gateway, router and replicas, has to be 0 again, or
+there is no figure.
 
 Figures:
 - gateway.overhead_us: CPU of a turn over HTTP through gateway and router, minus CPU of the same
   turn by Chat on a replica; microseconds
-- gateway.router_us, gateway.gateway_us: its two parts: what Chat pays for the router, and the rest
+- gateway.router_us: the router's part, its share of open and release included
+- gateway.gateway_us: the rest
 - gateway.session_bytes: resident memory of an open session with its turns recorded, in gateway,
   router and replica together
 - gateway.latency_us: median time of one turn as a client sees it that asks alone
@@ -197,27 +200,45 @@ async def over_http(sessions: int, turns: int, connections: int) -> dict[str, An
     }
 
 
-async def by_chat(sessions: int, turns: int, *, routed: bool) -> float:
-    """CPU in microseconds of the same turn without a gateway, through the router or without it."""
+async def by_chat(sessions: int, turns: int) -> float:
+    """CPU in microseconds of the same turn without gateway and router."""
     from treadle.harness import Chat, Limits
     from treadle.types import Message, SamplingParams
 
     parts = chain()
+    replicas = list(parts.replicas.values())
+    cpu = time.process_time()
+    for i in range(sessions):
+        sampler = replicas[i % len(replicas)]
+        await sampler.open(f"s{i}")
+        chat = Chat(
+            sampler,
+            parts.renderer,
+            session=f"s{i}",
+            sampling=lambda turn: SamplingParams(max_new_tokens=200, seed=turn),
+            limits=Limits(max_turns=turns, max_context=1 << 14),
+        )
+        for turn in range(turns):
+            await chat.turn([Message(role="user", content=f"{QUESTION} ({turn})")])
+        await sampler.release(f"s{i}")
+    cpu = time.process_time() - cpu
+    return 1e6 * cpu / (sessions * turns)
+
+
+async def bare(sessions: int, turns: int, *, routed: bool) -> float:
+    """CPU in microseconds of a turn alone, through the router or on the replicas."""
+    from treadle.types import SamplingParams
+
+    parts = chain()
     replicas: list[Sampler] = list(parts.replicas.values())
+    prompt, params = tuple(range(200)), SamplingParams(max_new_tokens=200)
     async with parts.router as router:
         cpu = time.process_time()
         for i in range(sessions):
             sampler = router if routed else replicas[i % len(replicas)]
             await sampler.open(f"s{i}")
-            chat = Chat(
-                sampler,
-                parts.renderer,
-                session=f"s{i}",
-                sampling=lambda turn: SamplingParams(max_new_tokens=200, seed=turn),
-                limits=Limits(max_turns=turns, max_context=1 << 14),
-            )
-            for turn in range(turns):
-                await chat.turn([Message(role="user", content=f"{QUESTION} ({turn})")])
+            for _ in range(turns):
+                await sampler.sample(f"s{i}", prompt, params)
             await sampler.release(f"s{i}")
         cpu = time.process_time() - cpu
         await parts.check_empty()
@@ -235,22 +256,23 @@ def main() -> None:
         urls = sys.stdin.read().split()
         print(json.dumps(asyncio.run(drive(urls, args.client[0], args.client[1]))))
         return
-    for routed in (False, True):
-        asyncio.run(by_chat(200, args.turns, routed=routed))  # caches are warm for all
+    asyncio.run(by_chat(200, args.turns))  # caches are warm for both
     say(f"{args.sessions} sessions of {args.turns} turns over HTTP, {REPLICAS} replicas")
     busy = asyncio.run(over_http(args.sessions, args.turns, CONNECTIONS))
-    say("the same turns by Chat, on the replicas and through the router")
+    say("the same turns by Chat, and turns alone with and without the router")
+    chat_us = asyncio.run(by_chat(args.sessions, args.turns))
     rounds = [
-        [asyncio.run(by_chat(args.sessions // 2, args.turns, routed=r)) for r in (False, True)]
-        for _ in range(2)
+        [asyncio.run(bare(1000, args.turns, routed=routed)) for routed in (False, True)]
+        for _ in range(9)
     ]
-    bare_us, routed_us = (median(list(each)) for each in zip(*rounds, strict=True))
+    router_us = median([routed - alone for alone, routed in rounds])
     say("one client alone")
     alone = asyncio.run(over_http(min(args.sessions, 300), args.turns, 1))
+    overhead_us = busy["cpu_us_per_turn"] - chat_us
     figures = {
-        "gateway.overhead_us": busy["cpu_us_per_turn"] - bare_us,
-        "gateway.router_us": routed_us - bare_us,
-        "gateway.gateway_us": busy["cpu_us_per_turn"] - routed_us,
+        "gateway.overhead_us": overhead_us,
+        "gateway.router_us": router_us,
+        "gateway.gateway_us": overhead_us - router_us,
         "gateway.session_bytes": busy["bytes_per_session"],
         "gateway.latency_us": alone["latency_us"],
         "gateway.turns_per_s": busy["turns"] / busy["wall_s"],
@@ -263,7 +285,8 @@ def main() -> None:
         "connections": CONNECTIONS,
         "replicas": REPLICAS,
         "over_http": busy,
-        "chat_cpu_us_per_turn": {"replica": bare_us, "router": routed_us, "rounds": rounds},
+        "chat_cpu_us_per_turn": chat_us,
+        "bare_cpu_us_per_turn": {"replica, router": rounds},
         "alone": {k: v for k, v in alone.items() if k != "bytes_per_session"},
     }
     finish("gateway", figures, detail, {"aiohttp": version("aiohttp")})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.gateway import by_chat, over_http
+from benchmarks.gateway import bare, over_http
 
 
 def test_hundreds_of_sessions_over_http_are_all_recorded_and_all_counts_end_at_zero() -> None:
@@ -12,4 +12,4 @@ def test_hundreds_of_sessions_over_http_are_all_recorded_and_all_counts_end_at_z
     seen = asyncio.run(asyncio.wait_for(over_http(300, 2, 32), 60))
     assert seen["turns"] == 600 and seen["nodes_per_session"] == 4
     for routed in (False, True):
-        assert asyncio.run(by_chat(50, 2, routed=routed)) > 0
+        assert asyncio.run(bare(50, 2, routed=routed)) > 0
