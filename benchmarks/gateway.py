@@ -1,16 +1,26 @@
-"""What the gateway costs: CPU per turn beyond the same turn in a chat, and memory per session.
+"""What 10,000 sessions cost through gateway and router: CPU per turn, and memory.
 
     python -m benchmarks.gateway [--json] [--sessions 10000] [--turns 3]
 
-10,000 sessions are opened at once and each asks a few turns over HTTP, from a process of its own
-over 64 connections that are kept alive. The sampler answers at once, so what is measured is ours:
-HTTP, JSON, attribution, matching of the history, recording. The same turns are then run by `Chat`
-in this process; the difference in CPU time of this process is the overhead. Memory is the growth
-of the resident set over all open sessions, divided by their number.
+    client process --HTTP, 64 connections--> gateway -> router -> 16 simulated replicas
+
+All sessions are open at once and each asks a few turns. The replicas keep sessions and KV as they
+always do, and their time costs nothing (every duration of their cost model is 0), so what is
+measured is ours: HTTP, JSON, attribution, matching of the history, recording; placing, bounding
+and clocking of turns. The same turns are then run by `Chat` in this process, on the replicas
+themselves; the difference in CPU time of this process is the overhead. The router's part of it is
+measured apart, without anything else around: sessions opened, sampled and released through it and
+on the replicas, in turn. Memory is the growth of the resident set over all open sessions, divided
+by their number. At the end every count, of gateway, router and replicas, has to be 0 again, or
+there is no figure.
 
 Figures:
-- gateway.overhead_us: CPU of a turn over HTTP minus CPU of the same turn by Chat; microseconds
-- gateway.session_bytes: resident memory of an open session with its turns recorded
+- gateway.overhead_us: CPU of a turn over HTTP through gateway and router, minus CPU of the same
+  turn by Chat on a replica; microseconds
+- gateway.router_us: the router's part, its share of open and release included
+- gateway.gateway_us: the rest
+- gateway.session_bytes: resident memory of an open session with its turns recorded, in gateway,
+  router and replica together
 - gateway.latency_us: median time of one turn as a client sees it that asks alone
 - gateway.turns_per_s: with all connections busy
 """
@@ -25,48 +35,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from benchmarks.common import finish, median, say
 
+if TYPE_CHECKING:
+    from treadle.render import Renderer
+    from treadle.sampler.router import Router
+    from treadle.sampler.simulated import SimulatedEngine
+    from treadle.types import Sampler
+
 CONNECTIONS = 64
+REPLICAS = 16
 QUESTION = "What is the weight of the second parcel, and to which shelf does it go?"
 REPLY = "The second parcel weighs 4 kg and goes to shelf B."
-
-
-class Instant:
-    """A sampler whose every reply is the same and takes no time."""
-
-    version = 0
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        from treadle.types import Completion, SamplerCapabilities, StopReason
-
-        self.open_sessions = 0
-        self._ids = tuple(ids)
-        self._reply: dict[str, Any] = {
-            "ids": self._ids,
-            "logprobs": (-0.5,) * len(ids),
-            "versions": (0,) * len(ids),
-            "stop_reason": StopReason.EOS,
-        }
-        self._make = Completion
-        self.capabilities = SamplerCapabilities(
-            release=True, score=False, shared_prefix=False, entropies=False
-        )
-
-    async def open(self, session: str, *, group: str = "") -> None:
-        self.open_sessions += 1
-
-    async def sample(self, session: str, prompt: Sequence[int], params: Any) -> Any:
-        return self._make(**self._reply, prompt_tokens=len(prompt))
-
-    async def score(self, ids: Sequence[int], start: int, *, temperature: float = 1.0) -> Any:
-        raise NotImplementedError
-
-    async def release(self, session: str) -> None:
-        self.open_sessions -= 1
 
 
 # --------------------------------------------------------------------------- the client's process
@@ -113,26 +98,81 @@ async def ask(reader: Any, writer: Any, path: str, messages: list[dict[str, str]
 # --------------------------------------------------------------------------- the server's process
 
 
+@dataclass(frozen=True)
+class Chain:
+    """What turns go through."""
+
+    renderer: Renderer
+    replicas: dict[str, SimulatedEngine]
+    router: Router
+
+    async def check_empty(self) -> None:
+        """Every count is 0, or the benchmark has no figure."""
+        stats = self.router.stats()
+        counts = (stats.sessions, stats.placed, stats.waiting, stats.turns, stats.orphans)
+        assert counts == (0,) * 5, f"the router has sessions left: {counts}"
+        assert not any(stats.per_replica.values()), stats.per_replica
+        for engine in self.replicas.values():
+            load = await engine.load()
+            left = (load.sessions, load.running, load.waiting, engine.kv_used)
+            assert left == (0,) * 4, f"{engine.name} has something left: {left}"
+
+
+def chain(replicas: int = REPLICAS) -> Chain:
+    """A router over replicas that all say REPLY, in no time."""
+    from treadle.models.tiny import build_tokenizer
+    from treadle.render import Renderer
+    from treadle.sampler.router import Router
+    from treadle.sampler.simulated import CostModel, SimulatedEngine
+
+    tokenizer = build_tokenizer()
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    ids = (*renderer.template.encode(REPLY), tokenizer.eos_token_id)
+    free = CostModel(
+        step_s=0.0, row_s=0.0, context_s=0.0, prefill_s=0.0, prefill_context_s=0.0, kv_tokens=10**9
+    )
+
+    class Saying(SimulatedEngine):
+        def _completion(self, turn: Any, stop: Any) -> Any:
+            completion = super()._completion(turn, stop)
+            return replace(completion, ids=ids[: len(completion.ids)])
+
+    engines: dict[str, SimulatedEngine] = {
+        f"r{i}": Saying(free, name=f"r{i}", max_rows=2048, reply_tokens=lambda params: len(ids))
+        for i in range(replicas)
+    }
+    return Chain(renderer, engines, Router(engines))
+
+
 async def over_http(sessions: int, turns: int, connections: int) -> dict[str, Any]:
     """CPU of this process, memory, and what the client saw."""
     import psutil
 
+    from treadle.gateway.recorder import Limits, Recorder
     from treadle.gateway.server import Gateway
+    from treadle.types import SamplingParams
 
-    renderer, sampler = parts()
-    process = psutil.Process()
-    async with Gateway() as gateway:
+    parts, process = chain(), psutil.Process()
+    async with parts.router as router, Gateway() as gateway:
         gc.collect()
         rss = process.memory_info().rss
         opened = []
         for i in range(sessions):
-            recorder = recorder_of(sampler, renderer, f"s{i}", turns)
-            await sampler.open(f"s{i}")
+            await router.open(f"s{i}")
+            recorder = Recorder(
+                router,
+                parts.renderer,
+                session=f"s{i}",
+                sampling=lambda turn: SamplingParams(max_new_tokens=200, seed=turn),
+                limits=Limits(max_turns=turns, max_context=1 << 14),
+            )
             opened.append(gateway.sessions.open(recorder))
+        spread = sorted(router.stats().per_replica.values())
+        assert sum(spread) == sessions and spread[-1] - spread[0] <= 1, spread
         urls = "\n".join(gateway.base_url(s) for s in opened)
         client = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.gateway", "--client", str(turns), str(connections),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent,
         )  # fmt: skip
         cpu = time.process_time()
         out, _ = await client.communicate(urls.encode())
@@ -142,60 +182,67 @@ async def over_http(sessions: int, turns: int, connections: int) -> dict[str, An
         gc.collect()
         grown = process.memory_info().rss - rss
         assert all(s.recorder.turns == turns for s in opened)
-        assert not any(s.counts["rewrites"] for s in opened)
+        assert not any(s.counts["rewrites"] or s.counts["conversations"] != 1 for s in opened)
+        assert (router.stats().completed, router.stats().retried_turns) == (sessions * turns, 0)
         num_nodes = sum(len(s.recorder.nodes) for s in opened)
-        health = len(gateway.sessions)
-    assert health == sessions and sampler.open_sessions == 0, "every session was released"
+        assert len(gateway.sessions) == sessions
+        ending = time.process_time()
+        for session in opened:
+            await gateway.sessions.close(session)
+        ending = time.process_time() - ending
+        assert (len(gateway.sessions), gateway.sessions.in_flight) == (0, 0)
+        await parts.check_empty()
     return seen | {
         "cpu_us_per_turn": 1e6 * cpu / seen["turns"],
+        "close_us_per_session": 1e6 * ending / sessions,
         "bytes_per_session": grown / sessions,
         "nodes_per_session": num_nodes / sessions,
     }
 
 
 async def by_chat(sessions: int, turns: int) -> float:
-    """CPU in microseconds of the same turn without a gateway."""
+    """CPU in microseconds of the same turn without gateway and router."""
     from treadle.harness import Chat, Limits
     from treadle.types import Message, SamplingParams
 
-    renderer, sampler = parts()
+    parts = chain()
+    replicas = list(parts.replicas.values())
     cpu = time.process_time()
     for i in range(sessions):
+        sampler = replicas[i % len(replicas)]
         await sampler.open(f"s{i}")
         chat = Chat(
             sampler,
-            renderer,
+            parts.renderer,
             session=f"s{i}",
             sampling=lambda turn: SamplingParams(max_new_tokens=200, seed=turn),
-            limits=Limits(max_turns=turns, max_context=1 << 20),
+            limits=Limits(max_turns=turns, max_context=1 << 14),
         )
         for turn in range(turns):
             await chat.turn([Message(role="user", content=f"{QUESTION} ({turn})")])
         await sampler.release(f"s{i}")
-    return 1e6 * (time.process_time() - cpu) / (sessions * turns)
+    cpu = time.process_time() - cpu
+    return 1e6 * cpu / (sessions * turns)
 
 
-def parts() -> tuple[Any, Instant]:
-    from treadle.models.tiny import build_tokenizer
-    from treadle.render import Renderer
-
-    tokenizer = build_tokenizer()
-    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
-    ids = [*renderer.template.encode(REPLY), tokenizer.eos_token_id]
-    return renderer, Instant(ids)
-
-
-def recorder_of(sampler: Any, renderer: Any, name: str, turns: int) -> Any:
-    from treadle.gateway.recorder import Limits, Recorder
+async def bare(sessions: int, turns: int, *, routed: bool) -> float:
+    """CPU in microseconds of a turn alone, through the router or on the replicas."""
     from treadle.types import SamplingParams
 
-    return Recorder(
-        sampler,
-        renderer,
-        session=name,
-        sampling=lambda turn: SamplingParams(max_new_tokens=200, seed=turn),
-        limits=Limits(max_turns=turns, max_context=1 << 20),
-    )
+    parts = chain()
+    replicas: list[Sampler] = list(parts.replicas.values())
+    prompt, params = tuple(range(200)), SamplingParams(max_new_tokens=200)
+    async with parts.router as router:
+        cpu = time.process_time()
+        for i in range(sessions):
+            sampler = router if routed else replicas[i % len(replicas)]
+            await sampler.open(f"s{i}")
+            for _ in range(turns):
+                await sampler.sample(f"s{i}", prompt, params)
+            await sampler.release(f"s{i}")
+        cpu = time.process_time() - cpu
+        await parts.check_empty()
+    return 1e6 * cpu / (sessions * turns)
 
 
 def main() -> None:
@@ -210,14 +257,22 @@ def main() -> None:
         print(json.dumps(asyncio.run(drive(urls, args.client[0], args.client[1]))))
         return
     asyncio.run(by_chat(200, args.turns))  # caches are warm for both
-    say(f"{args.sessions} sessions of {args.turns} turns over HTTP")
+    say(f"{args.sessions} sessions of {args.turns} turns over HTTP, {REPLICAS} replicas")
     busy = asyncio.run(over_http(args.sessions, args.turns, CONNECTIONS))
-    say("the same turns by Chat")
+    say("the same turns by Chat, and turns alone with and without the router")
     chat_us = asyncio.run(by_chat(args.sessions, args.turns))
+    rounds = [
+        [asyncio.run(bare(1000, args.turns, routed=routed)) for routed in (False, True)]
+        for _ in range(9)
+    ]
+    router_us = median([routed - alone for alone, routed in rounds])
     say("one client alone")
     alone = asyncio.run(over_http(min(args.sessions, 300), args.turns, 1))
+    overhead_us = busy["cpu_us_per_turn"] - chat_us
     figures = {
-        "gateway.overhead_us": busy["cpu_us_per_turn"] - chat_us,
+        "gateway.overhead_us": overhead_us,
+        "gateway.router_us": router_us,
+        "gateway.gateway_us": overhead_us - router_us,
         "gateway.session_bytes": busy["bytes_per_session"],
         "gateway.latency_us": alone["latency_us"],
         "gateway.turns_per_s": busy["turns"] / busy["wall_s"],
@@ -228,8 +283,10 @@ def main() -> None:
         "sessions": args.sessions,
         "turns": args.turns,
         "connections": CONNECTIONS,
+        "replicas": REPLICAS,
         "over_http": busy,
         "chat_cpu_us_per_turn": chat_us,
+        "bare_cpu_us_per_turn": {"replica, router": rounds},
         "alone": {k: v for k, v in alone.items() if k != "bytes_per_session"},
     }
     finish("gateway", figures, detail, {"aiohttp": version("aiohttp")})

@@ -51,7 +51,7 @@ from treadle.sampler.simulated import QWEN3_8B_H100, CostModel, SimulatedEngine
 from treadle.sampler.virtual_time import run_virtual
 from treadle.schedule.concurrency import ConcurrencySettings
 from treadle.schedule.routing import Caps, ConsistentHash, LeastSessions, Policy
-from treadle.types import Sampler, SamplerLoad, SamplingParams
+from treadle.types import Sampler, SamplingParams
 
 CONTEXT = 32_768
 FIRST = 4096
@@ -206,37 +206,6 @@ def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
 # --------------------------------------------------------------------------- built-in engines
 
 
-class WithLoad:
-    """An engine that says how busy it is, from its statistics."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        for name in ("open", "sample", "score", "release"):
-            setattr(self, name, getattr(engine, name))
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def capabilities(self) -> Any:
-        return self._engine.capabilities
-
-    async def load(self) -> SamplerLoad:
-        stats = self._engine.stats()
-        return SamplerLoad(
-            running=stats.running,
-            waiting=stats.waiting,
-            waiting_for_kv=stats.waiting,
-            sessions=stats.sessions,
-            kv_usage=stats.kv_usage,
-            kv_tokens=stats.kv_tokens,
-            preemptions=0,
-            prefix_query_tokens=stats.prefill_tokens + stats.cached_tokens,
-            prefix_hit_tokens=stats.cached_tokens,
-        )
-
-
 def built_in(rounds: int) -> dict[str, Any]:
     """4 engines on a small random model, 16 agents each, room for a quarter of them."""
     from treadle.config import LoraConfig
@@ -258,7 +227,7 @@ def built_in(rounds: int) -> dict[str, Any]:
             at_most=agents, max_context=context, apart_s=1.0, permission_s=1.0, patience_s=4.0
         )
         router = Router(
-            {f"r{i}": WithLoad(engine) for i, engine in enumerate(engines)},
+            {f"r{i}": engine for i, engine in enumerate(engines)},
             policy=policy,
             concurrency=settings if controlled else None,
             quarantine=False,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.bench import Bench, bench, play
 from treadle.gateway import chat_completions, completions, messages, responses, wire
-from treadle.gateway.sessions import message_key
+from treadle.gateway.history import message_key
 from treadle.gateway.wire import Ask, RequestError
 from treadle.types import Message
 

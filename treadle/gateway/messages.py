@@ -199,6 +199,7 @@ _KINDS = {
     410: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

@@ -7,8 +7,10 @@ The session is named by the address, or by its key as the API key (`Authorizatio
 `x-api-key: KEY`) where the path has none. `v1` may be missing or doubled: some clients add it.
 
 Guarantees:
-- a call that names no open session is refused with 401 (410 once it is over) and told what to do;
-  every error has the shape of the dialect it was asked in; no request body gives a 500;
+- a call that names no session is refused with 401 (404 where its address names one that never was,
+  410 once it is over) and told what to do; a sampler that cannot answer now is a 503 that says when
+  to come back; every error has the shape of the dialect it was asked in; no request body gives a
+  500;
 - a client that leaves cancels its turn in the sampler; one that does not read, or does not finish
   its body, is cut off after a limit; bodies are bounded;
 - an answer counts as delivered once its last byte has left this process.
@@ -34,7 +36,8 @@ from typing import Any, Protocol
 
 from treadle.errors import ConfigError
 from treadle.gateway import chat_completions, completions, messages, responses, wire
-from treadle.gateway.sessions import Flight, Overflow, Session, Sessions
+from treadle.gateway.refusals import Overflow
+from treadle.gateway.sessions import Flight, Session, Sessions
 from treadle.gateway.wire import Answer, Ask, RequestError
 
 try:
@@ -206,7 +209,7 @@ class Gateway:
             )
         if isinstance(error, Overflow):
             error.message = dialect.context_message(error.prompt, error.limit)
-        headers = {"retry-after": "1"} if error.status == 503 else {}
+        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else {}
         return await self._send(request, error.status, dialect.error(error), headers)
 
     async def _route(
@@ -214,7 +217,7 @@ class Gateway:
     ) -> web.StreamResponse:
         if tail in ("", "health"):
             return await self._send(request, 200, self._health(), {})
-        session = self.sessions.find(key)
+        session = self.sessions.find(key, addressed=request.path.startswith("/s/"))
         if tail == "models" or tail.startswith("models/"):
             return await self._send(request, 200, _models(session, tail), {})
         if tail not in DIALECTS and tail != messages.COUNT_PATH:

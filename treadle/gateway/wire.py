@@ -23,7 +23,8 @@ MAX_STOP_CHARS = 256
 
 
 class RequestError(TreadleError):
-    """A request is refused. `status` and `code` are what the client is told."""
+    """A request is refused. `status`, `code` and `retry_after_s` are what the client is told; 0 =
+    nothing is said of when to come back."""
 
     exit_code = 2
 
@@ -35,11 +36,13 @@ class RequestError(TreadleError):
         status: int = 400,
         code: str = "invalid_request",
         param: str | None = None,
+        retry_after_s: int = 0,
     ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
 
     @property
     def text(self) -> str:

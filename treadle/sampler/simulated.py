@@ -19,7 +19,7 @@ Faults on request: `slow` (poisoned), `freeze` (answers nothing), `kill`, `reviv
 Runs on the event loop that calls it; meant for `run_virtual`, where an hour takes seconds and a
 run repeats exactly. On a real loop it takes the time that it says.
 
-Takes: prompts, and a `CostModel`. Gives: a `Replica`.
+Takes: prompts, and a `CostModel`. Gives: a `Replica` and a `WeightSink`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treadle.errors import ConfigError, SamplerError
+from treadle.errors import ConfigError, SamplerError, WeightsError
 from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, StopReason
 
 
@@ -230,7 +230,7 @@ class SimulatedEngine:
             max_context: tokens of one sequence.
             chunk_tokens: prompt tokens computed in one step at most.
             vocab: ids are in 0..vocab-1.
-            version: PolicyVersion of every token it says; assign to it to publish.
+            version: PolicyVersion of every token it says.
             reply_tokens: tokens that the model would say, its stop id included; None = all that
                 it may. The turn ends by EOS when that is within max_new_tokens.
         """
@@ -354,6 +354,14 @@ class SimulatedEngine:
             prefix_query_tokens=counts["queried"],
             prefix_hit_tokens=counts["cached"],
         )
+
+    def publish(self, version: int) -> None:
+        """See `WeightSink`; there are no weights, so nothing is proven. From any thread."""
+        if self._dead is not None or self._frozen is not None:
+            raise SamplerError(self._dead or f"{self.name} does not answer")
+        if version < self.version:
+            raise WeightsError(f"version {version} was to be published, {self.version} is served")
+        self.version = version
 
     def stats(self) -> SimulatedStats:
         self._catch_up()

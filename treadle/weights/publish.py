@@ -40,7 +40,7 @@ class ProvingSink(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Of the weights now serving, in the terms of the policy's own."""
+        """Of the weights now serving, in the terms of the policy's own; empty = it cannot say."""
         ...
 
 
@@ -93,10 +93,11 @@ class Publisher:
             raise _failed(version, error) from error
         except Exception as error:
             raise _failed(version, error) from error
-        proven = isinstance(sink, ProvingSink)
+        proven = False
         if isinstance(sink, ProvingSink):
             served = (sink.version, sink.fingerprint())
-            if served != (version, fingerprint):
+            proven = served == (version, fingerprint)
+            if not proven and served != (version, ""):
                 raise WeightsError(
                     f"version {version} was published, but the sampler serves version {served[0]} "
                     f"with weights {served[1][:12]}; the policy had {fingerprint[:12]}",

@@ -34,19 +34,11 @@ from typing import Any
 
 from treadle.errors import SamplerError, TreadleError
 from treadle.sampler.remote import prometheus
-from treadle.sampler.remote.base import (
-    ASK_S,
-    GRACE_S,
-    MALFORMED,
-    PUBLISH_S,
-    Drawn,
-    Remote,
-    Served,
-    Session,
-    logger,
-)
+from treadle.sampler.remote.base import ASK_S, Remote, Session
 from treadle.sampler.remote.http import Reply
 from treadle.sampler.remote.logprobs import NUM_CANDIDATES, PROBE_TEMPERATURE, Mode, tell_mode
+from treadle.sampler.remote.truth import MALFORMED, Drawn
+from treadle.sampler.remote.weights import GRACE_S, PUBLISH_S, Served, logger
 from treadle.types import SamplerCapabilities, SamplerLoad, SamplingParams
 
 PROBE = (1, 2, 3, 4, 5)

@@ -5,7 +5,7 @@ unbound, whatever happens in between; a place that becomes free goes at once to 
 waits, sessions that had one before ahead of new ones; what a replica may still hold for a session
 that left is an orphan of that replica until it has been released.
 
-Takes: sessions, and the state of the controller. Gives: homes. Used by `router` alone.
+Takes: sessions, and the state of the controller. Gives: homes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ class Handle:
         self.sweeping = False
         self.epoch = 0
         """Grows when its sessions are lost."""
+        self.behind = False
+        """It is not, or not known to be, in the state that all replicas are to be in."""
+        self.following: asyncio.Task[None] | None = None
+        """The try to bring it there."""
+        self.retry_s = 0.0
+        """Seconds until the next try, once one has failed."""
+        self.retry_at_s = 0.0
+        """Clock before which there is none."""
+        self.lock = asyncio.Lock()
+        """Of its weights: one change at a time."""
         self.speed_s = 0.0
         """Seconds per token of its recent turns."""
         self.speed_turns = 0
@@ -83,7 +93,8 @@ class Handle:
 
     @property
     def healthy(self) -> bool:
-        return self.standing.healthy
+        """It serves: it answers, and is in the state that all are to be in."""
+        return self.standing.healthy and not self.behind
 
     @property
     def quarantined(self) -> bool:
@@ -163,6 +174,10 @@ class Places:
         self.new: deque[Wait] = deque()
         self.moves = 0
         self.parks = 0
+        self.failovers = 0
+        """Sessions that lost their replica."""
+        self.gone_s: float | None = None
+        """Clock since which no replica serves."""
         self._free = free
 
     @property
@@ -199,6 +214,28 @@ class Places:
             return
         record.home.unbind(record)
         self.placed -= 1
+        self.wake()
+
+    def lose(self, handle: Handle) -> None:
+        """Its sessions have no home any more; turns in flight there are asked again elsewhere."""
+        handle.epoch += 1
+        handle.speed_turns = 0
+        handle.others = 0
+        now = asyncio.get_running_loop().time()
+        if self.gone_s is None and not any(h.healthy for h in self.handles):
+            self.gone_s = now
+        for record in list(handle.members.values()):
+            handle.unbind(record)
+            self.placed -= 1
+            self.failovers += 1
+        for scope in handle.scopes:
+            if not scope.expired():
+                scope.reschedule(now)
+        self.wake()
+
+    def admit(self) -> None:
+        """A replica serves that did not."""
+        self.gone_s = None
         self.wake()
 
     def move_if_better(self, record: Session, margin: int | None) -> None:
