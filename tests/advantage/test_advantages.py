@@ -7,9 +7,11 @@ import random
 import typing
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.advantage.conftest import said, seen
 from treadle.advantage import (
     ESTIMATORS,
     GROUP_RELATIVE,
@@ -21,7 +23,7 @@ from treadle.advantage import (
 )
 from treadle.config import LearnConfig, RolloutConfig, RunConfig
 from treadle.errors import ConfigError, ContractError
-from treadle.types import Group, Status, Trajectory
+from treadle.types import Group, Node, Status, Trajectory
 
 Groups = Callable[..., Group]
 Trajectories = Callable[..., Trajectory]
@@ -224,6 +226,20 @@ def test_observations_have_no_weight(
     assert values(batch(1), estimator) == values(batch(1000), estimator)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_sampled_turn_that_is_not_trained_has_no_weight(
+    group: Groups, trajectory: Trajectories, estimator: str
+) -> None:
+    """One that its reader never got, say."""
+
+    def batch(*more: Node) -> list[Group]:
+        nodes = [seen(0, None, 1), said(1, 0, 6), *more]
+        first = trajectory(0, 0, 1.0, nodes=nodes)
+        return [group(0, [first, trajectory(0, 1, 0.0)]), group(1, [0.5, 1.0])]
+
+    assert values(batch(said(2, 1, 90, trained=False)), estimator) == values(batch(), estimator)
+
+
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "opo" and "pp" not in e])
 def test_length_matters_to_no_estimator_that_does_not_say_so(
     group: Groups, trajectory: Trajectories, estimator: str
@@ -258,6 +274,13 @@ def test_the_names_of_a_config_are_estimators_and_group_relative_ones_are_known(
     names = typing.get_args(typing.get_type_hints(LearnConfig)["advantage"])
     assert set(ESTIMATORS) >= GROUP_RELATIVE
     assert set(names) <= set(ESTIMATORS) | {"gae"}
+
+
+def test_the_docs_have_every_estimator_and_say_which_work_with_one_rollout_per_task() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.count("|") == 5]
+    named = {row[1].strip(" `"): row[3].strip() for row in rows[2:]}
+    assert named == {e: "no" if e in GROUP_RELATIVE else "yes" for e in ESTIMATORS}
 
 
 def test_a_config_refuses_groups_of_one_where_they_are_compared_and_only_there() -> None:

@@ -415,3 +415,26 @@ def test_a_failed_rollout_has_no_credit_of_any_kind(
     plain = advantages(batch, "group_mean")
     for out in (recursive(batch), root_only(batch, plain), turn_credit(batch, plain)):
         assert set(out) == {"0/1", "0/2"}
+
+
+# --------------------------------------------------------------------------- together
+
+
+def test_credit_composes_and_a_token_out_of_the_mask_stays_out(
+    group: Groups, trajectory: Trajectories
+) -> None:
+    """Hack out, estimate, peers, turns, root only, spans: in the order of the docs."""
+    members = [with_children(trajectory, 0, 1.0, 1.0), trajectory(0, 1, 1.0), trajectory(0, 2, 1.0)]
+    batch = [group(0, [*members, 0.0])]
+    verdicts = {0: Verdict(quality={"0/0": 1.0, "0/1": 0.25}, hacks=frozenset({"0/2"}))}
+    clean = without_hacks(batch, verdicts)
+    out = peer_credit(clean, advantages(clean, "group_mean"), verdicts)
+    turns = root_only(clean, turn_credit(clean, out, gamma=1.0))
+    spans = {"0/0": [TokenSpan(3, 0, 1), TokenSpan(1, 0, 1)]}
+    last = span_credit(clean, turns, spans)
+    # All four first turns answer the same prompt, with returns 1, 1, 0 and 0.
+    same(last["0/0"][1], [nan, 0.8 + 0.5])  # type: ignore[index]
+    same(last["0/0"][3], [nan])  # type: ignore[index]
+    same(last["0/0"][5], [0.8])  # type: ignore[index]
+    same(last["0/1"][1], [0.2 + 0.5] * 2)  # type: ignore[index]
+    same(last["0/2"][1], [-0.5 - 0.5] * 2)  # type: ignore[index]
