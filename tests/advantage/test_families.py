@@ -194,10 +194,18 @@ def test_gdpo_teaches_where_the_rewards_differ_although_their_sum_does_not(
     assert first == -second > 0
 
 
-def test_a_reward_that_is_equal_over_a_group_says_nothing_there() -> None:
-    parts = [[{"a": 1.0, "b": 5.0}, {"a": 0.0, "b": 5.0}]]
-    both = gdpo(parts, {"a": 1.0, "b": 3.0})
-    assert both == gdpo(parts, {"a": 1.0})
+def test_a_reward_that_is_equal_over_a_group_says_nothing_there(
+    group: Groups, trajectory: Trajectories
+) -> None:
+    """And the others are still heard."""
+    rewards = [{"a": 1.0, "b": 5.0}, {"a": 0.0, "b": 5.0}]
+    weights = {"a": 1.0, "b": 3.0}
+    both = gdpo([rewards], weights)
+    assert both == gdpo([rewards], {"a": 1.0})
+    one = group(0, graded(0, rewards, trajectory))
+    assert teaches(one, "gdpo", weights)
+    assert values([one], "gdpo", weights=weights) == both[0]
+    assert not teaches(one, "gdpo", {"b": 1.0})
 
 
 def test_gdpo_names_what_it_lacks(group: Groups, trajectory: Trajectories) -> None:
