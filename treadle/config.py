@@ -38,6 +38,11 @@ MAX_INT = 2**63 - 1
 MAX_LEVELS = 32
 """Of JSON in one setting."""
 
+GROUP_RELATIVE = frozenset(
+    {"group_mean", "rloo", "grpo", "maxrl", "opo", "batch_std", "gdpo", "reinforce_pp_baseline"}
+)
+"""Advantages that compare the trajectories of a group: one alone teaches them nothing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
@@ -224,7 +229,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require(self.steps >= 1, "steps", self.steps, ">= 1")
         _require(self.seed >= 0, "seed", self.seed, ">= 0")
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.learn.advantage in GROUP_RELATIVE:
             raise ConfigError(
                 f"rollout.group_size is {self.rollout.group_size}, but advantage "
                 f"`{self.learn.advantage}` compares the trajectories of a group: with one "

@@ -346,6 +346,9 @@ class Node:
     """What the tokens say, for people and graders; training never reads it."""
     stop_reason: StopReason | None = None
     entropies: tuple[float, ...] = ()
+    agent: tuple[int, ...] = ()
+    """Whose turn or prompt it is: () the root agent's, (0,) its first sub-agent's, (0, 2) that
+    one's third sub-agent's. Branches of one agent (compaction, forks) share it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.ids), len(self.trained), len(self.logprobs), len(self.versions)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -19,6 +20,44 @@ from treadle.types import (
 )
 
 
+def seen(id: int, parent: int | None, *ids: int, agent: tuple[int, ...] = ()) -> Node:
+    """An observation."""
+    return Node(
+        id=id,
+        parent=parent,
+        party=Party.ENVIRONMENT,
+        source=Source.OBSERVATION,
+        ids=ids,
+        trained=(False,) * len(ids),
+        logprobs=(math.nan,) * len(ids),
+        versions=(-1,) * len(ids),
+        agent=agent,
+    )
+
+
+def said(
+    id: int,
+    parent: int | None,
+    count: int,
+    *,
+    party: Party = Party.POLICY,
+    agent: tuple[int, ...] = (),
+    trained: bool = True,
+) -> Node:
+    """A sampled turn of `count` tokens, its end of sequence included."""
+    return Node(
+        id=id,
+        parent=parent,
+        party=party,
+        source=Source.SAMPLED,
+        ids=(*(2,) * (count - 1), 0)[:count],
+        trained=(trained,) * count,
+        logprobs=(-1.0,) * count,
+        versions=(0,) * count,
+        agent=agent,
+    )
+
+
 def make_trajectory(
     ordinal: int,
     sample: int,
@@ -26,46 +65,40 @@ def make_trajectory(
     *,
     trained: int = 2,
     branches: int = 1,
+    observed: int = 1,
     status: Status = Status.FINISHED,
+    parts: Mapping[str, float] | None = None,
+    nodes: Sequence[Node] | None = None,
 ) -> Trajectory:
-    """A prompt of one token, then `branches` completions of `trained` tokens each."""
-    prompt = Node(
-        id=0,
-        parent=None,
-        party=Party.USER,
-        source=Source.OBSERVATION,
-        ids=(1,),
-        trained=(False,),
-        logprobs=(float("nan"),),
-        versions=(-1,),
-    )
-    completions = tuple(
-        Node(
-            id=1 + branch,
-            parent=0,
-            party=Party.POLICY,
-            source=Source.SAMPLED,
-            ids=(2,) * trained,
-            trained=(True,) * trained,
-            logprobs=(-1.0,) * trained,
-            versions=(0,) * trained,
-        )
-        for branch in range(branches)
-    )
+    """A prompt of `observed` tokens, then `branches` completions of `trained` tokens each. The
+    part "score" is the reward."""
+    if nodes is None:
+        turns = [said(1 + branch, 0, trained) for branch in range(branches)]
+        nodes = [seen(0, None, *range(1, 1 + observed)), *turns]
+    if parts is None:
+        parts = {} if reward is None else {"score": reward}
     return Trajectory(
         id=f"{ordinal}/{sample}",
         task=Task(id=f"task {ordinal}", taskset="toy", messages=()),
         sample=sample,
-        nodes=(prompt, *completions),
+        nodes=tuple(nodes),
         status=status,
         sampling=SamplingParams(max_new_tokens=8),
-        reward=Reward(value=reward),
+        reward=Reward(value=reward, parts=parts),
     )
 
 
-def make_group(ordinal: int, trajectories: Sequence[Trajectory]) -> Group:
-    task = Task(id=f"task {ordinal}", taskset="toy", messages=())
-    return Group(ordinal=ordinal, task=task, trajectories=tuple(trajectories), version=0)
+def make_group(ordinal: int, members: Sequence[float | Trajectory | None]) -> Group:
+    """Rewards become trajectories of two trained tokens."""
+    return Group(
+        ordinal=ordinal,
+        task=Task(id=f"task {ordinal}", taskset="toy", messages=()),
+        trajectories=tuple(
+            m if isinstance(m, Trajectory) else make_trajectory(ordinal, i, m)
+            for i, m in enumerate(members)
+        ),
+        version=0,
+    )
 
 
 @pytest.fixture
@@ -76,14 +109,4 @@ def trajectory() -> Callable[..., Trajectory]:
 @pytest.fixture
 def group() -> Callable[..., Group]:
     """group(ordinal, [rewards or trajectories])"""
-
-    def build(ordinal: int, members: Sequence[float | Trajectory | None]) -> Group:
-        return make_group(
-            ordinal,
-            [
-                m if isinstance(m, Trajectory) else make_trajectory(ordinal, i, m)
-                for i, m in enumerate(members)
-            ],
-        )
-
-    return build
+    return make_group

@@ -25,6 +25,8 @@ CONTROLLER: dict[str, str] = {
     "advantage/zero_variance_groups": "of these, groups of two or more with equal rewards",
     "advantage/left_out_trajectories": "trajectories of these that are unscored, failed, aborted "
     "or without trained tokens",
+    "advantage/{party}_baseline": "running mean reward of a trained party after the step, which "
+    "the next step subtracts; stored where the estimator has one",
 }
 """Of a step as a whole: what the controller adds to the METRICS of rollout and train."""
 
@@ -37,6 +39,7 @@ STAGES: dict[str, str] = {
 """Of the spans of a run. Synchronous stages do not overlap."""
 
 _PART = "reward/{part}_mean"
+_BASELINE = "advantage/{party}_baseline"
 
 _FACTS: dict[str, tuple[str, str]] = {
     "rollout/num_groups": ("groups", "-"),
@@ -104,6 +107,7 @@ _FACTS: dict[str, tuple[str, str]] = {
     "advantage/empty_groups": ("groups", "0"),
     "advantage/zero_variance_groups": ("groups", "down"),
     "advantage/left_out_trajectories": ("trajectories", "0"),
+    _BASELINE: ("reward", "up"),
 }
 """Unit; good direction: up, down, the wanted value, or "-" where neither is better."""
 
@@ -123,7 +127,8 @@ class Definition:
 
 
 def definitions() -> dict[str, Definition]:
-    """Every metric that a run can store; `reward/{part}_mean` stands for all parts.
+    """Every metric that a run can store; `reward/{part}_mean` stands for all parts, and
+    `advantage/{party}_baseline` for all parties.
 
     Imports torch: the trainer's METRICS live beside the trainer.
     """
@@ -146,4 +151,6 @@ def define(name: str, known: dict[str, Definition]) -> Definition | None:
     """The definition of a stored metric, or None when nobody has defined it."""
     if name in known:
         return known[name]
+    if re.fullmatch(r"advantage/.+_baseline", name):
+        return known[_BASELINE]
     return known[_PART] if re.fullmatch(r"reward/.+_mean", name) else None

@@ -1,5 +1,6 @@
-"""Pure decisions of a run: when a group may start, which groups are trained, how old they are;
-and of a pool of replicas: where a session lives (`routing`), how many may (`concurrency`).
+"""Pure decisions of a run: when a group may start, which task comes next (`curriculum`), which
+groups are trained, how old they are; and of a pool of replicas: where a session lives (`routing`),
+how many may (`concurrency`).
 
 No clock, no I/O, no tensors: `loop` drives these functions and a planner simulates them, so
 that a prediction uses the very code that runs.

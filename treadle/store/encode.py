@@ -155,6 +155,8 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
             tree["message"] = _message(node.message)
         if node.stop_reason is not None:
             tree["stop"] = str(node.stop_reason)
+        if node.agent:
+            tree["agent"] = list(node.agent)
         nodes.append(tree)
     reward = trajectory.reward
     tree = {
@@ -188,6 +190,7 @@ def unpack_trajectory(blob: bytes, task: Task, where: str) -> Trajectory:
             entropies=arrays.take(n["entropies"]),
             message=_load_message(n["message"]) if "message" in n else None,
             stop_reason=StopReason(n["stop"]) if "stop" in n else None,
+            agent=tuple(n.get("agent", ())),
         )
         for n in tree["nodes"]
     )
