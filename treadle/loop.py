@@ -30,7 +30,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.advantage import advantages, group_stats, zero_variance
+from treadle.advantage import (
+    GROUP_RELATIVE,
+    Advantage,
+    advantages,
+    baseline_metrics,
+    group_stats,
+    running_baselines,
+    teaches,
+)
+from treadle.batch import Advantage
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
 from treadle.errors import ContractError, DataError, HarnessError
@@ -49,7 +58,7 @@ from treadle.tasks.mix import Mix
 from treadle.threads import within
 from treadle.tools import Tools
 from treadle.train import StepResult, Trainer
-from treadle.types import Group, Reward, Task, Trajectory
+from treadle.types import Group, Party, Reward, Task, Trajectory
 from treadle.weights.publish import Publisher
 from treadle.weights.restore import restore_run, save_run
 
@@ -109,6 +118,8 @@ class _State:
     step: int = 0
     """Committed steps."""
     version: int = 0
+    baselines: dict[Party, float] = field(default_factory=dict)
+    """Running means of the rewards, as the last step's metrics have them."""
     guards: int = 0
     """Parity checks passed by this process."""
     recent: list[tuple[Group, str]] = field(default_factory=list)
@@ -173,6 +184,7 @@ class Controller:
         state, frontier = self._state, self.store.frontier()
         if frontier.step:
             await self._restore_weights(frontier.step)
+            state.baselines = running_baselines(self.store.steps()[-1].metrics)
         state.step, state.version = frontier.step, frontier.version
         state.next_ordinal = frontier.next_ordinal
         state.again = list(frontier.returned)
@@ -280,11 +292,15 @@ class Controller:
             if not any(t.num_trained_tokens for t in group.trajectories):
                 return "no trajectory has a trained token"
             return "no trajectory was scored"
-        if len(group.scored) == 1:
+        learn, estimator = self.config.learn, self._estimator(group)
+        if len(group.scored) == 1 and estimator in GROUP_RELATIVE:
             return "only one trajectory was scored"
-        if self.config.learn.zero_variance == "drop" and zero_variance(group):
+        if learn.zero_variance == "drop" and not teaches(group, estimator, learn.reward_weights):
             return "all rewards are equal"
         return ""
+
+    def _estimator(self, group: Group) -> str:
+        return self.parts.trainer.algorithm_of(group.task.taskset).advantage
 
     def _check_draws(self, config: RunConfig) -> None:
         """B094: refills are bounded, and the end says what the rewards were.
@@ -350,7 +366,7 @@ class Controller:
             )
             for ordinal in ordinals:
                 del state.ready[ordinal]
-            state.step = step
+            state.step, state.baselines = step, running_baselines(metrics)
             if step % self.config.store.checkpoint_every == 0 or step == self.config.steps:
                 await self._save(step)
             await self._publish(step)
@@ -406,7 +422,7 @@ class Controller:
 
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
         state, step = self._state, self._state.step
-        values = advantages(groups, self.config.learn.advantage)
+        values = self._advantages(groups)
         samples = to_samples(groups, values)
         # A turn that an update overtook has KV of older weights: it differs rightly.
         current = all(v in (-1, state.version) for sample in samples for v in sample.versions)
@@ -422,6 +438,21 @@ class Controller:
             self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
             log.warning("step %d was skipped: %s", step + 1, result.reason)
         return result, samples
+
+    def _advantages(self, groups: Sequence[Group]) -> dict[str, Advantage]:
+        """Each task set's groups by the estimator of its algorithm, together where it is one."""
+        by_estimator: dict[str, list[Group]] = {}
+        for group in groups:
+            by_estimator.setdefault(self._estimator(group), []).append(group)
+        values: dict[str, Advantage] = {}
+        for estimator, compared in by_estimator.items():
+            values |= advantages(
+                compared,
+                estimator,
+                baseline=self._state.baselines,
+                weights=self.config.learn.reward_weights,
+            )
+        return values
 
     def _metrics(
         self,
@@ -441,6 +472,7 @@ class Controller:
             dict(result.metrics)
             | group_metrics(everything)
             | group_stats(groups)
+            | baseline_metrics(groups, self._state.baselines)
             | {
                 "groups/trained": float(len(groups)),
                 "groups/dropped": float(sum(bool(reason) for _, reason in recent)),

@@ -1,14 +1,17 @@
-"""Both policy losses: what must hold for each of them, whatever its shape."""
+"""Every policy loss: what must hold for each of them, whatever its shape."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
+from tests.losses import build
 from treadle.errors import ContractError
 from treadle.losses import POLICY_LOSSES, LossOutput
 
@@ -22,24 +25,9 @@ def run(
     behaviour: list[float],
     advantage: list[float],
     trained: list[bool] | None = None,
-    *,
-    n: int | None = None,
-    **options: float,
+    **options: Any,
 ) -> tuple[LossOutput, Tensor]:
-    """The loss and its gradient with respect to logp."""
-    x = torch.tensor(logp, requires_grad=True)
-    mask = torch.tensor([True] * len(logp) if trained is None else trained)
-    out = POLICY_LOSSES[loss](
-        x,
-        torch.tensor(behaviour),
-        torch.tensor(advantage),
-        mask,
-        num_global_tokens=int(mask.sum()) if n is None else n,
-        **options,
-    )
-    out.loss.backward()
-    assert x.grad is not None
-    return out, x.grad
+    return build.run(POLICY_LOSSES[loss], logp, behaviour, advantage, trained, **options)
 
 
 # --------------------------------------------------------------------------- reference
@@ -51,6 +39,17 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(loss: str) -> None:
     logp, advantage = [-0.1, -1.0, -3.0, -7.0], [1.0, -2.0, 0.5, 0.0]
     _, grad = run(loss, logp, logp, advantage)
     assert torch.allclose(grad, torch.tensor([-0.25, 0.5, -0.125, 0.0]))
+
+
+@EVERY
+def test_on_policy_gradient_of_rows_of_several_tokens(loss: str) -> None:
+    """Rows of 3, 1 and 2 tokens with weights of their own; one advantage per row."""
+    logp, rows = [-0.1, -1.0, -3.0, -7.0, -0.5, -2.0], [0, 0, 0, 1, 2, 2]
+    advantage = [(1.0, -2.0, 0.5)[r] for r in rows]
+    weight = [(0.5, 1.0, 0.25)[r] for r in rows]
+    _, grad = run(loss, logp, logp, advantage, weight=weight, rows=rows)
+    wanted = [-a * w for a, w in zip(advantage, weight, strict=True)]
+    assert grad.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 @EVERY
@@ -101,10 +100,10 @@ def test_splitting_into_micro_batches_leaves_loss_and_gradient_unchanged(loss: s
     logp = -torch.rand(1000) * 3
     behaviour = logp + torch.randn(1000) * 0.3
     advantage = torch.randn(1000)
-    everything = run(loss, logp.tolist(), behaviour.tolist(), advantage.tolist(), n=1000)
+    everything = run(loss, logp.tolist(), behaviour.tolist(), advantage.tolist(), weight=1e-3)
     for cut in (100, 900):
         parts = [
-            run(loss, x.tolist(), mu.tolist(), a.tolist(), n=1000)
+            run(loss, x.tolist(), mu.tolist(), a.tolist(), weight=1e-3)
             for x, mu, a in (
                 (logp[:cut], behaviour[:cut], advantage[:cut]),
                 (logp[cut:], behaviour[cut:], advantage[cut:]),
@@ -133,11 +132,11 @@ def test_every_token_weighs_the_same_whatever_the_length_of_its_row(loss: str) -
 
 @EVERY
 def test_untrained_tokens_are_in_neither_numerator_nor_denominator(loss: str) -> None:
-    """B022: two completions of four tokens, one masked, loss 1 per token: 1.0, not 0.5."""
+    """B022: two completions of four tokens, one masked: the loss of the other, not half of it."""
     trained = [True] * 4 + [False] * 4
     out, grad = run(loss, [-1.0] * 8, [-1.0] * 8, [1.0] * 8, trained)
-    value = out.loss.item()
-    assert abs(value) == pytest.approx(1.0)
+    alone, _ = run(loss, [-1.0] * 4, [-1.0] * 4, [1.0] * 4)
+    assert out.loss.item() == pytest.approx(alone.loss.item())
     assert torch.allclose(grad, torch.tensor([-0.25] * 4 + [0.0] * 4))
     assert out.stats["num_tokens"].item() == 4
 
@@ -145,21 +144,54 @@ def test_untrained_tokens_are_in_neither_numerator_nor_denominator(loss: str) ->
 @EVERY
 def test_a_second_pass_computes_its_own_ratio(loss: str) -> None:
     """B046: nothing of the first pass is written into its inputs."""
-    behaviour = torch.tensor([-1.0, -2.0])
-    advantage, trained = torch.tensor([1.0, -1.0]), torch.tensor([True, True])
-    kept = behaviour.clone(), advantage.clone()
+    x = build.tokens([-1.0, -2.0], [-1.0, -2.0], [1.0, -1.0])
+    kept = x.behaviour_logp.clone(), x.advantage.clone()
     first, second = (
-        POLICY_LOSSES[loss](
-            torch.tensor(logp), behaviour, advantage, trained, num_global_tokens=2
-        ).stats["ratio"]
+        POLICY_LOSSES[loss](replace(x, logp=torch.tensor(logp))).stats["ratio"]
         for logp in ([-1.0, -2.0], [-1.1, -1.9])
     )
     assert first.item() == pytest.approx(2.0)
     assert second.item() == pytest.approx(math.exp(-0.1) + math.exp(0.1))
-    assert torch.equal(behaviour, kept[0]) and torch.equal(advantage, kept[1])
+    assert torch.equal(x.behaviour_logp, kept[0]) and torch.equal(x.advantage, kept[1])
+
+
+@EVERY
+def test_rows_do_not_mix_and_their_order_does_not_matter(loss: str) -> None:
+    logp = [-1.0, -0.4, -2.0, -3.0, -0.7]
+    mu = [-1.1, -0.5, -1.7, -3.3, -0.7]
+    advantage, rows = [1.0, 1.0, 1.0, -0.5, -0.5], [0, 0, 0, 1, 1]
+    together, grad = run(loss, logp, mu, advantage, weight=0.2, rows=rows)
+    parts = [
+        run(loss, logp[s], mu[s], advantage[s], weight=0.2, rows=[0] * len(logp[s]))
+        for s in (slice(3, 5), slice(0, 3))
+    ]
+    assert together.loss.item() == pytest.approx(sum(out.loss.item() for out, _ in parts), abs=1e-5)
+    assert torch.allclose(grad, torch.cat([parts[1][1], parts[0][1]]), atol=1e-7)
 
 
 # --------------------------------------------------------------------------- hazards
+
+
+@EVERY
+def test_nan_on_an_untrained_token_of_a_row_reaches_none_of_its_tokens(loss: str) -> None:
+    mask = [True, False, True, True]
+    dirty, grad = run(
+        loss,
+        [-1.0, NAN, -2.0, -0.5],
+        [-1.1, NAN, -2.0, -0.6],
+        [1.0, NAN, 1.0, -1.0],
+        mask,
+        weight=[0.5, NAN, 0.5, 1.0],
+        rows=[0, 0, 0, 1],
+    )
+    clean, wanted = run(
+        loss, [-1.0, -2.0, -0.5], [-1.1, -2.0, -0.6], [1.0, 1.0, -1.0],
+        weight=[0.5, 0.5, 1.0], rows=[0, 0, 1],
+    )  # fmt: skip
+    assert dirty.loss.item() == clean.loss.item()
+    assert grad[torch.tensor(mask)].tolist() == wanted.tolist() and grad[1].item() == 0
+    for name, value in dirty.stats.items():
+        assert value.item() == clean.stats[name].item(), name
 
 
 @EVERY
@@ -192,11 +224,9 @@ def test_a_missing_behaviour_logprob_is_counted_and_located(loss: str) -> None:
 
 
 @EVERY
-def test_bad_lengths_and_an_empty_step_raise(loss: str) -> None:
+def test_bad_lengths_raise(loss: str) -> None:
     with pytest.raises((ContractError, TypeCheckError)):
         run(loss, [-1.0] * 3, [-1.0] * 2, [1.0] * 3)
-    with pytest.raises(ContractError, match="num_global_tokens must be >= 1, got 0"):
-        run(loss, [-1.0], [-1.0], [1.0], n=0)
 
 
 @EVERY

@@ -16,11 +16,11 @@ from __future__ import annotations
 from treadle.advantage.estimate import ESTIMATORS, Estimator
 from treadle.advantage.filters import group_stats, top_spread, zero_variance
 from treadle.advantage.gae import gae
+from treadle.advantage.judged import GROUP_RELATIVE
 from treadle.advantage.parties import advantages, teaches
 from treadle.advantage.reinforce import baseline_metrics, running_baselines
 from treadle.advantage.tokens import Advantage, per_node
 from treadle.advantage.whiten import whiten
-from treadle.config import GROUP_RELATIVE
 
 __all__ = [
     "ESTIMATORS",

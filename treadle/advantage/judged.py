@@ -13,9 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from treadle.config import GROUP_RELATIVE
 from treadle.errors import ConfigError, ContractError
 from treadle.types import Group, Party, Trajectory
+
+GROUP_RELATIVE = frozenset(
+    {"group_mean", "rloo", "grpo", "maxrl", "opo", "batch_std", "gdpo", "reinforce_pp_baseline"}
+)
+"""Advantages that compare the trajectories of a group: one alone teaches them nothing."""
 
 TOLERANCE = 1e-6
 """Rewards closer than this share of the largest |reward| of their group are equal."""
