@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from treadle.advantage import ESTIMATORS
+from treadle.advantage import ESTIMATORS, GROUP_RELATIVE
 from treadle.algorithms import ALGORITHMS, describe, loss_options, resolve, resolve_run
 from treadle.batch import AGGREGATIONS
 from treadle.config import CorrectionConfig, LearnConfig, RunConfig, TasksConfig, override
@@ -182,21 +182,22 @@ def test_a_run_cannot_learn_from_demonstrations_it_does_not_have() -> None:
         resolve_run(RunConfig(learn=LearnConfig(algorithm="sft")), ())
 
 
-def test_a_group_of_one_with_a_group_relative_estimator_is_refused_with_the_reason():
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "gdpo"])
+def test_groups_of_one_are_refused_with_the_reason_where_they_are_compared_and_only_there(
+    estimator: str,
+) -> None:
     """B143."""
-    config = override(RunConfig(), ["rollout.group_size=1"])
-    with pytest.raises(ConfigError, match="every advantage is 0") as caught:
+    config = override(RunConfig(), ["rollout.group_size=1", f"learn.advantage={estimator}"])
+    if estimator not in GROUP_RELATIVE:
+        assert resolve_run(config, ())[""].advantage == estimator
+        return
+    with pytest.raises(ConfigError, match=f"`{estimator}` of .* every advantage is 0") as caught:
         resolve_run(config, ())
     assert "2 or more" in caught.value.hint
 
 
-def test_an_estimator_without_a_group_baseline_takes_groups_of_one():
-    config = override(RunConfig(), ["rollout.group_size=1", "learn.algorithm=reinforce"])
-    assert resolve_run(config, ())[""].advantage == "reinforce"
-
-
 def test_weights_of_rewards_are_asked_for_and_refused_where_nothing_reads_them():
-    with pytest.raises(ConfigError, match="needs learn.reward_weights"):
+    with pytest.raises(ConfigError, match=r"needs learn\.reward_weights"):
         resolve_run(override(RunConfig(), ["learn.algorithm=gdpo"]), ())
     with pytest.raises(ConfigError, match="no algorithm of this run"):
         resolve_run(override(RunConfig(), ['learn.reward_weights={"score": 1}']), ())

@@ -39,7 +39,6 @@ from treadle.advantage import (
     running_baselines,
     teaches,
 )
-from treadle.batch import Advantage
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
 from treadle.errors import ContractError, DataError, HarnessError

@@ -5,12 +5,11 @@ MicroBatches.
 """
 
 from treadle.batch.pack import MicroBatch, pack
-from treadle.batch.rows import Advantage, samples, spread
+from treadle.batch.rows import samples, spread
 from treadle.batch.weights import AGGREGATIONS, token_weights
 
 __all__ = [
     "AGGREGATIONS",
-    "Advantage",
     "MicroBatch",
     "pack",
     "samples",

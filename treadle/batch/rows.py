@@ -15,12 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from treadle.advantage import Advantage
 from treadle.errors import ContractError
 from treadle.types import Group, Sample, Trajectory
-
-Advantage = float | Mapping[int, tuple[float, ...]]
-"""Of a trajectory: one number for all that it sampled, or by node id one number per token of the
-node (those of untrained tokens are never read)."""
 
 
 def samples(groups: Sequence[Group], advantages: Mapping[str, Advantage]) -> list[Sample]:
