@@ -1,6 +1,7 @@
 """The controller on a tiny model: what it commits, proves, refuses and restores."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -120,9 +121,8 @@ def test_a_resumed_run_trains_what_is_missing_and_equals_one_run_in_one_go(tasks
 
 def test_each_task_set_is_trained_by_its_own_algorithm(tasks, tmp_path):
     """Rows of one step, two losses, a correction; applied again from the store, bit for bit."""
-    config = small(
-        tasks,
-        steps=2,
+    config = replace(
+        small(tasks, steps=2),
         tasks=(
             TasksConfig(source=f"jsonl:{tasks}"),
             TasksConfig(source=f"jsonl:{tasks}", system="Be brief.", algorithm="gspo"),
