@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from treadle.advantage import ESTIMATORS
+from treadle.advantage.judged import Judged
 from treadle.batch import spread
 from treadle.config import LearnConfig
 from treadle.losses import POLICY_LOSSES
@@ -34,7 +35,8 @@ def rewards_of_a_run(
             ]
             scores = [sum(t == prompt + 4 for t in row.ids[1:]) / 2 for row in rows]
             total += sum(scores)
-            values = ESTIMATORS[estimator](scores)
+            compared = Judged(rewards=tuple(scores), lengths=(2,) * len(scores))
+            values = ESTIMATORS[estimator].of_batch([compared], 0.0, {})[0]
             batch += [
                 replace(r, advantages=spread(sign * a, r.trained))
                 for r, a in zip(rows, values, strict=True)
