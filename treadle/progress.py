@@ -99,7 +99,7 @@ class TrainProgress(AbstractContextManager["TrainProgress"]):
 
     def _eval(self, eval_id: int) -> str:
         """Rates of an evaluation, as the store has them."""
-        from treadle.cli.rates import rates_line
+        from treadle.evals.rates import rates_line
         from treadle.store import Store
 
         try:
