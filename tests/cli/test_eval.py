@@ -1,12 +1,15 @@
 """`treadle eval`: rates of a model or a run, resumable, comparable."""
 
 import json
+import re
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from treadle.store import Store
+from treadle.cli.eval import _changed
+from treadle.store import EvalResult, EvalRow, Store
 
 MODEL = ["--tasks", "jsonl:tasks.jsonl", "--set", "model.dtype=float32"]
 SMALL = ["--questions", "3", "--samples", "2", "--set", "rollout.max_new_tokens=6"]
@@ -112,7 +115,7 @@ def test_a_comparison_pairs_equal_questions_and_refuses_others(treadle, trained)
 
 
 def test_a_comparison_speaks_of_runs_steps_and_questions(treadle, trained, model_dir) -> None:
-    base = ["eval", model_dir, *MODEL, *SMALL, "--set", "tasks.0.reward=cli_rewards:letters"]
+    base = ["eval", model_dir, *MODEL, *SMALL]
     assert treadle(*base, "--run-dir", "runs/base").code == 0
     mine = ["eval", trained, "--samples", "2", "--compare", "runs/base"]
     done = treadle(*mine)
@@ -134,8 +137,8 @@ def test_a_comparison_speaks_of_runs_steps_and_questions(treadle, trained, model
 
 def test_changed_questions_are_those_whose_mean_score_moved() -> None:
     row = EvalRow(
-        id=1, step=0, version=0, taskset="jsonl:a", split="val", temperature=1.0, n=3, k=2,
-        data_hash="x", settings={}, finished=True, error_share=0.0, results=(),
+        id=1, step=0, version=0, taskset="jsonl:a", split="val", temperature=1.0,
+        data_hash="x", settings={}, finished=True, results=(),
     )  # fmt: skip
     scores = {"a": (0, 1), "b": (1, 1), "c": (1, 0), "d": (None, 0)}
     then = [result(id, i, v) for id, values in scores.items() for i, v in enumerate(values)]

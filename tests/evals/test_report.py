@@ -234,7 +234,7 @@ def test_a_partial_evaluation_is_labelled_and_never_used(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"data_hash": "bb"}, "the questions differ (data hash aa and bb)"),
+        ({"data_hash": "bb"}, "the questions differ: the same texts with other answers"),
         ({"temperature": 0.5}, "temperature differs (1.0 and 0.5)"),
         ({"split": "test"}, "split differs (val and test)"),
     ],

@@ -24,7 +24,9 @@ IDS = torch.tensor([9, 30, 77, 12, 100, 8, 41])
 CARD = Card(
     name="adder",
     base_name="org/base",
-    provenance={"model": Provenance(source="hf:org/base@c0ffee", license="Apache-2.0", sha256="ab12")},
+    provenance={
+        "model": Provenance(source="hf:org/base@c0ffee", license="Apache-2.0", sha256="ab12")
+    },
     template_sha256="cd34",
     step=3,
 )

@@ -20,7 +20,6 @@ from treadle.models.catalog import KNOWN
 from treadle.store import EvalRow, Store
 from treadle.types import Provenance
 
-
 FROM_HUB = "hf:"
 """How the provenance of the hub's own files begins (`models.hub.revision`)."""
 
