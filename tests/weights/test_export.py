@@ -223,7 +223,7 @@ def test_a_card_says_nothing_twice_and_leaves_out_what_it_does_not_know():
     text = render(replace(CARD, provenance=origins), form="merged")
     lines = [line for line in text.splitlines() if line not in ("", "---", "| --- | --- |")]
     assert len(lines) == len(set(lines))
-    assert text.count("cd34") == text.count("emplate: ") == 1
+    assert text.count("cd34") == text.count("template") == 1
     assert "unknown" not in text
     assert "- task set 0: `jsonl:a|b'.jsonl`, licence none stated, sha256 `ef56`" in lines
     assert "- reward: `score`" in lines

@@ -73,7 +73,9 @@ def _header(report: Mapping[str, Any]) -> list[str]:
         f"model  {model_name(report)}",
     ]
     for role, source in report["provenance"].items():
-        parts = (one_line(source["source"], 70), one_line(source["license"], 30))
+        terms = one_line(source["license"], 30)
+        terms = "licence unknown" if terms == "unknown" else terms
+        parts = (one_line(source["source"], 70), terms)
         out.append(f"  {one_line(role)}: {', '.join(part for part in parts if part)}")
     return out
 
@@ -172,7 +174,7 @@ def _training(report: Mapping[str, Any]) -> list[str]:
         if known:
             numbers = f"first {_number(known[0])}, last {_number(known[-1])}"
             line = f"  {label:<24} {numbers}, mean {_number(sum(known) / len(known))}"
-            if len(known) >= MIN_POINTS:
+            if len(known) >= MIN_POINTS and min(known) < max(known):
                 line = f"{line:<64} {sparkline(train[key], 34)}"
             out.append(line)
     return out

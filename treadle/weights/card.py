@@ -190,15 +190,11 @@ def _origins(card: Card) -> list[str]:
     """One line for everything else that made the weights; what is not known is left out."""
     out = []
     for role, origin in sorted(card.provenance.items()):
-        if role == "model":
-            continue
         kind, _, number = role.partition(".")
-        name = {"tasks": f"task set {number}".strip(), "template": "chat template"}.get(kind, kind)
-        licence = kind == "tasks"
-        out.append(f"- {name}: {_said(origin, licence=licence)}")
-    if "template" not in card.provenance:
-        out.append(f"- chat template: of the model, sha256 `{card.template_sha256}`")
-    return out
+        if kind not in ("model", "template"):
+            name = f"task set {number}".strip() if kind == "tasks" else kind
+            out.append(f"- {name}: {_said(origin, licence=kind == 'tasks')}")
+    return [*out, f"- chat template: the base's, sha256 `{card.template_sha256}`"]
 
 
 def _said(origin: Provenance, *, licence: bool = True) -> str:
@@ -229,13 +225,18 @@ def _table(scores: Sequence[Score]) -> list[str]:
     for (taskset, split, temperature), series in sets.items():
         first, last = series[0], series[-1]
         for part in sorted({*first.rates, *last.rates}):
+            name = _cell(_NAMES.get(part, part))
             after = _rate(last, part) if last is not first else "not measured"
             rows.append(
-                f"| {_cell(taskset)} | {split} | {_cell(part)} | {_rate(first, part)} | {after} | "
+                f"| {_cell(taskset)} | {split} | {name} | {_rate(first, part)} | {after} | "
                 f"{first.step} to {last.step} | {last.questions} | {last.samples} | "
                 f"{temperature:g} | {last.error_share:.1%} |"
             )
-    return [*rows, "", "`score` is the strict rate. `treadle report` gives intervals."]
+    return [*rows, "", "`treadle report` gives intervals."]
+
+
+_NAMES = {"score": "strict rate", "lenient": "lenient rate"}
+"""What readers call a part of the score."""
 
 
 def _rate(score: Score, part: str) -> str:
