@@ -53,6 +53,36 @@ def test_train_takes_what_is_not_named_from_the_config(tasks, tmp_path):  # noqa
     assert json.dumps(run.results())
 
 
+def test_train_shows_the_progress_of_the_command_line_unless_told_not_to(
+    tasks,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    given = {"tasks": tasks, "reward": letters, "config": small(tasks, steps=2)}
+    seen = []
+    td.train(**given, run_dir=tmp_path / "told", observer=lambda k, d: seen.append(k))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split("  ")[0] for line in err.splitlines()] == ["step 1/2", "step 2/2"]
+    assert seen.count("step") == 2
+    td.train(**given, run_dir=tmp_path / "silent", progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_of_python_code_says_how_python_code_goes_on(tasks, tmp_path):  # noqa: F811
+    def crash(kind, data):
+        raise OSError("stop")
+
+    config = small(tasks, steps=2)
+    with pytest.raises(OSError, match="stop"):
+        td.train(
+            tasks=tasks, reward=letters, config=config, run_dir=tmp_path / "run", observer=crash
+        )
+    run = td.Run(tmp_path / "run")
+    assert f"td.train(..., run_dir='{tmp_path}/run', resume=True)" in run.report()
+    assert "RECIPE" not in run.report()
+
+
 def test_train_works_inside_a_running_loop_as_in_a_notebook(tasks, tmp_path):  # noqa: F811
     async def cell():
         return td.train(
@@ -118,6 +148,7 @@ def test_a_path_and_a_single_setting_are_taken_as_they_are(tasks, tmp_path):  # 
         ({"settings": "steps"}, "`steps` is not an assignment", "--set"),
         ({"config": {"steps": 3}}, "`config` cannot be {'steps': 3}", "td.RunConfig"),
         ({"run_dir": 5}, "`run_dir` cannot be 5", "a path"),
+        ({"progress": "no"}, "`progress` cannot be 'no'", "False"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_named_before_anything_runs(

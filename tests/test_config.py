@@ -1,11 +1,70 @@
 """Settings: nothing is ignored, every mistake names the key and the next step."""
 
+import dataclasses
+import typing
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from treadle.config import RunConfig, TasksConfig, all_keys, from_dict, override, to_dict
+from treadle import config
+from treadle.config import (
+    EvalConfig,
+    LearnConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    StoreConfig,
+    TasksConfig,
+    all_keys,
+    differences,
+    from_dict,
+    override,
+    to_dict,
+)
 from treadle.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: RunConfig(steps="3"), "`steps` must be an integer, got '3'"),
+        (lambda: RunConfig(name=3), "`name` must be text, got 3"),
+        (lambda: RunConfig(model="smollm2-135m"), "`model` must be a section, got 'smollm2-135m'"),
+        (lambda: RunConfig(tasks="a.jsonl"), "`tasks` must be a list, got 'a.jsonl'"),
+        (lambda: RunConfig(tasks=("a.jsonl",)), "`tasks.0` must be a section, got 'a.jsonl'"),
+        (lambda: LoraConfig(rank=8.5), "`model.lora.rank` must be an integer, got 8.5"),
+        (lambda: ModelConfig(dtype="fp16"), "`model.dtype` must be one of `auto`, "),
+        (lambda: ModelConfig(lora=8), "`model.lora` must be a section or null, got 8"),
+        (lambda: TasksConfig(source=None), "`tasks.source` must be text, got None"),
+        (lambda: RolloutConfig(tools=5), "`rollout.tools` must be a list, got 5"),
+        (lambda: LearnConfig(lr="1e-4"), "`learn.lr` must be a number, got '1e-4'"),
+        (lambda: LearnConfig(betas=(0.9,)), "`learn.betas` must be a list, got (0.9,)"),
+        (lambda: ScheduleConfig(eta=True), "`schedule.eta` must be an integer, got True"),
+        (lambda: EvalConfig(questions=[1]), "`eval.questions` must be an integer, got [1]"),
+        (lambda: StoreConfig(max_gib=None), "`store.max_gib` must be a number, got None"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named_when_a_config_is_built_in_python(make, says):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize("cls", [c for c in vars(config).values() if dataclasses.is_dataclass(c)])
+def test_every_config_checks_the_types_of_all_of_its_fields(cls):
+    for name in typing.get_type_hints(cls):
+        with pytest.raises(ConfigError, match=f"{name}` must be "):
+            cls(**{name: object()})
+
+
+def test_what_passes_for_a_type_becomes_it():
+    config = RunConfig(tasks=[TasksConfig(ratio=2)], learn=LearnConfig(betas=[0, 0.5]))
+    assert config.tasks == (TasksConfig(ratio=2.0),)
+    assert config.learn.betas == (0.0, 0.5)
+    assert isinstance(config.tasks[0].ratio, float)
 
 
 def test_a_config_survives_json():
@@ -142,3 +201,12 @@ def test_no_assignment_raises_anything_but_a_config_error(assignments):
     except ConfigError:
         return
     assert from_dict(to_dict(config)) == config or "nan" in repr(config)
+
+
+def test_differences_name_the_key_and_both_values():
+    a = to_dict(RunConfig(tasks=(TasksConfig(source="a"),)))
+    b = to_dict(RunConfig(tasks=(TasksConfig(source="b"),), model=ModelConfig(lora=None)))
+    found = {key: values for key, *values in differences(a, b)}
+    assert found["tasks.0.source"] == ["a", "b"]
+    assert found["model.lora"] == [{"rank": 8, "alpha": 16.0}, None]
+    assert differences(a, a) == []

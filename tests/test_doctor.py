@@ -1,5 +1,6 @@
 """`doctor` is one JSON document whose warnings all say what to do."""
 
+import dataclasses
 import json
 
 from treadle import doctor
@@ -25,9 +26,16 @@ def test_without_network_the_hub_is_not_asked():
     assert "hub" not in {c["name"] for c in doctor.doctor()["checks"]}
 
 
-def test_an_old_or_missing_package_is_a_warning_with_the_command():
-    import dataclasses
+def test_a_busy_machine_is_a_warning_with_its_load():
+    now = dataclasses.replace(facts(), cores=2, load=(5.25, 4.0, 3.0))
+    busy = doctor._load(now)
+    assert (busy.status, bool(busy.hint)) == ("warn", True)
+    assert busy.reason.startswith("load average 5.2 on 2 usable cores: ")
+    quiet = doctor._load(dataclasses.replace(now, load=(2.0, 9.0, 9.0)))
+    assert (quiet.status, quiet.hint) == ("ok", "")
 
+
+def test_an_old_or_missing_package_is_a_warning_with_the_command():
     old = dataclasses.replace(facts(), versions={"torch": "2.4.1+cpu", "transformers": ""})
     torch, transformers = doctor._packages(old)
     assert (torch.status, transformers.status) == ("warn", "warn")

@@ -1,10 +1,15 @@
 """The error tree: typed, picklable, with the next step."""
 
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
+import treadle
 from treadle import errors
+from treadle.errors import setting
 
 
 def all_classes(root: type[errors.TreadleError]) -> list[type[errors.TreadleError]]:
@@ -45,3 +50,37 @@ def test_a_record_keeps_class_place_and_cause():
 def test_user_mistakes_exit_with_2_and_broken_contracts_with_1():
     assert errors.ConfigError("x").exit_code == errors.DataError("x").exit_code == 2
     assert errors.ContractError("x").exit_code == 1
+
+
+ROOM = Path(treadle.__file__).parent
+OTHERS = {"cli", "sampler"}
+"""Commands know that they are commands; the flags of engines are the engines' own."""
+
+
+def _literals(path: Path) -> list[str]:
+    """Every text of a file but its docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+
+
+def test_outside_of_the_command_line_a_flag_stands_beside_what_python_code_passes():
+    flag = re.compile(r"--(set|resume|run-dir|force|html|dry-run|json)\b(?!.*in Python)")
+    found = [
+        (path.relative_to(ROOM).as_posix(), text)
+        for path in sorted(ROOM.rglob("*.py"))
+        if path.relative_to(ROOM).parts[0] not in OTHERS
+        for text in _literals(path)
+        if flag.search(text)
+    ]
+    assert {path for path, _ in found} <= {"errors.py", "evals/report.py", "evals/terminal.py"}, (
+        found
+    )
+
+
+def test_a_setting_is_said_for_a_shell_and_for_python():
+    assert setting("a.b=1") == "--set a.b=1 (in Python: settings='a.b=1')"

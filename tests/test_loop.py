@@ -1,6 +1,8 @@
 """The controller on a tiny model: what it commits, proves, refuses and restores."""
 
 import json
+import re
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -36,6 +38,10 @@ def letters(trajectory):
 
 def constant(trajectory):
     return 1.0
+
+
+def nothing(trajectory):
+    return 0.0
 
 
 def small(tasks, **changes):
@@ -88,10 +94,50 @@ def test_constant_rewards_end_the_run_with_the_draws_and_the_mean(tasks, tmp_pat
     with pytest.raises(DataError, match=r"all rewards are equal; mean reward 1\.000") as caught:
         run_config(small(tasks), tmp_path / "run", reward=constant)
     assert "treadle tasks validate" in caught.value.hint
+    assert caught.value.message.count("\n  answered: ") == 3
+    assert re.search(r'answered: ".*", right: "\d+", reward 1$', caught.value.message)
     with Store.open(tmp_path / "run", readonly=True) as store:
         assert store.info().status == "failed"
         assert "all rewards are equal" in store.info().sessions[-1].cause
         assert store.frontier().num_dropped >= 6
+
+
+def test_rewards_of_nothing_but_0_are_told_early_and_with_what_was_answered(
+    tasks, tmp_path, caplog
+):
+    """What is wrong with a reward is mostly seen at once in an answer beside the right one."""
+    with pytest.raises(DataError, match=r"mean reward 0\.000\)\n  answered: ") as caught:
+        run_config(small(tasks), tmp_path / "run", reward=nothing)
+    lines = caught.value.message.splitlines()[1:]
+    assert len(lines) == 3
+    assert all(line.isprintable() and len(line) < 200 for line in lines), "a model's text is data"
+    assert all(re.fullmatch(r'  answered: ".*", right: "\d+", reward 0', line) for line in lines)
+    warnings = [r.message for r in caplog.records if "mean reward" in r.message]
+    assert len(warnings) == 1 and "exactly 0: 8 scored" in warnings[0]
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        assert [e.data["step"] for e in store.events() if e.kind == "alarm"] == [1]
+
+
+def test_steps_that_train_on_rewards_of_0_warn_too(tasks, tmp_path, caplog):
+    config = small(tasks, steps=2, learn=LearnConfig(zero_variance="keep"))
+    run_config(config, tmp_path / "run", reward=nothing)
+    assert len([r for r in caplog.records if "exactly 0" in r.message]) == 1
+
+
+def test_an_error_of_the_loop_leaves_with_its_own_causes_alone(tasks, tmp_path):
+    def broken(kind, data):
+        if kind == "group":
+            try:
+                {}["cause"]
+            except KeyError as error:
+                raise DataError("an observer failed") from error
+
+    with pytest.raises(DataError) as caught:
+        run_config(small(tasks), tmp_path / "run", reward=letters, observer=broken)
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("Traceback (most recent call last)") == 2
+    assert "ExceptionGroup" not in text
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_broken_parity_stops_the_run_before_anything_is_learnt(tasks, tmp_path):
@@ -203,11 +249,11 @@ def test_steps_after_the_last_checkpoint_are_applied_again_from_stored_samples(
 
 def test_another_setting_on_resume_is_refused_and_so_is_a_second_run_in_one_place(tasks, tmp_path):
     run_config(small(tasks, steps=1), tmp_path / "run", reward=letters)
-    with pytest.raises(ConfigError, match="only `steps` may differ"):
+    with pytest.raises(ConfigError, match=r"only `steps` may differ.*`seed` was 0, and 5 is asked"):
         run_config(small(tasks, seed=5), tmp_path / "run", reward=letters, resume=True)
     with pytest.raises(StoreError, match="holds a run already") as caught:
         run_config(small(tasks), tmp_path / "run", reward=letters)
-    assert "--resume" in caught.value.hint
+    assert "--resume" in caught.value.hint and "resume=True" in caught.value.hint
 
 
 def test_evals_before_and_after_use_the_strict_score_whatever_is_trained(tasks, tmp_path):

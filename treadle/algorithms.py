@@ -20,7 +20,7 @@ from typing import Any
 from treadle.advantage import ESTIMATORS, GROUP_RELATIVE
 from treadle.batch.weights import check_aggregation
 from treadle.config import CorrectionConfig, LearnConfig, RunConfig
-from treadle.errors import ConfigError, did_you_mean
+from treadle.errors import ConfigError, did_you_mean, setting
 from treadle.losses import LOSSES
 
 NONE = CorrectionConfig()
@@ -317,7 +317,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             raise ConfigError(
                 f"algorithm `{algorithm.name}` learns from demonstrations, and a run makes "
                 "rollouts: they have no advantage under it",
-                hint="--set learn.algorithm=cispo",
+                hint=setting("learn.algorithm=cispo"),
             )
         if config.rollout.group_size < 2 and algorithm.advantage in GROUP_RELATIVE:
             raise ConfigError(
@@ -325,7 +325,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 f"`{algorithm.advantage}` of algorithm `{algorithm.name}` compares the "
                 "trajectories of a group: with one trajectory every advantage is 0 and nothing "
                 "is learnt",
-                hint="set rollout.group_size to 2 or more, e.g. --set rollout.group_size=8",
+                hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
     several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
     if several != bool(config.learn.reward_weights):

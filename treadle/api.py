@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from treadle import machine
-from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
-from treadle.errors import ConfigError, StoreError, first_of
-from treadle.evals import EVALUATED
+from treadle.config import ModelConfig, RunConfig, TasksConfig, differences, override, to_dict
+from treadle.errors import RESUME, RUN_DIR, ConfigError, StoreError, setting
+from treadle.evals import EVALUATED, STARTED_BY
+from treadle.evals.visible import one_line
+from treadle.progress import TrainProgress
 from treadle.store import RunInfo, Store
 from treadle.store.layout import DATABASE
 from treadle.threads import run as run_coroutine
@@ -77,6 +81,7 @@ def train(
     config: RunConfig | None = None,
     settings: str | Sequence[str] = (),
     observer: Observer | None = None,
+    progress: bool = True,
 ) -> Run:
     """Train a model on tasks and return the finished run.
 
@@ -91,11 +96,13 @@ def train(
             began with. `config.model.lora = None` trains every parameter.
         settings: `a.b=c` overrides, one or several, applied last.
         observer: called as (kind, data) on the event loop.
+        progress: bars on stderr where it is a terminal, else a line for every step.
 
     Raises a TreadleError of the stage that failed; the store keeps everything until then.
     """
     _expect("run_dir", run_dir, str | Path | None, "a path, or None for runs/{name}")
     _expect("config", config, RunConfig | None, "e.g. td.RunConfig(steps=3)")
+    _expect("progress", progress, bool, "False trains in silence")
     base = config or RunConfig()
     if resume and config is None:
         with Store.open(_directory(run_dir, base), readonly=True) as store:
@@ -109,13 +116,23 @@ def train(
         {key: value for key, value in given.items() if value is not None},
     )
     directory = _directory(run_dir, resolved)
-    run_config(
-        resolved,
-        directory,
-        resume=resume,
-        reward=None if isinstance(reward, str) else reward,
-        observer=observer,
-    )
+    observers = [observer] if observer else []
+    with contextlib.ExitStack() as stack:
+        if progress and sys.stderr is not None:  # a program without a console has none
+            shown = TrainProgress(resolved, directory, file=sys.stderr)
+            observers.append(stack.enter_context(shown))
+
+        def tell(kind: str, data: Mapping[str, Any]) -> None:
+            for each in observers:
+                each(kind, data)
+
+        run_config(
+            resolved,
+            directory,
+            resume=resume,
+            reward=None if isinstance(reward, str) else reward,
+            observer=tell,
+        )
     return Run(directory)
 
 
@@ -181,10 +198,13 @@ def run_config(
     resume: bool = False,
     reward: RewardFunction | None = None,
     observer: Observer | None = None,
+    started_by: str = "td.train",
 ) -> None:
     """Run a config to its end in `run_dir`. See `train` for errors.
 
-    `reward` replaces the rewards that the task sets name.
+    Args:
+        reward: in place of the rewards that the task sets name.
+        started_by: kept with the session, so that a report can say how to go on.
     """
     tuning = machine.tune()
     from treadle.loop import Controller
@@ -196,7 +216,7 @@ def run_config(
     if not config.tasks:
         raise ConfigError(
             "no task set is configured: `tasks` is empty",
-            hint='e.g. --set \'tasks=[{"source": "jsonl:data/tasks.jsonl"}]\'',
+            hint='a recipe names them: tasks=(TasksConfig(source="jsonl:data/tasks.jsonl"),)',
         )
     config = _resolved(config, run_dir, resume)
     _check_place(config, run_dir, resume)
@@ -206,6 +226,7 @@ def run_config(
             facts = asdict(machine.facts()) | {
                 "tuning": asdict(tuning),
                 "probe": asdict(machine.probe()),
+                STARTED_BY: started_by,
             }
             with _store(config, run_dir, resume, provenance, facts) as store:
                 controller = Controller(config, parts, store, observer or (lambda k, d: None))
@@ -215,15 +236,10 @@ def run_config(
                     store.finish("interrupted")
                     raise
                 except BaseException as error:
-                    cause = first_of(error)
                     # On a full disk the ledger refuses too; the cause is what must get out.
                     with contextlib.suppress(StoreError):
-                        store.add_event(
-                            "failed", {"error": str(cause), "kind": type(cause).__name__}
-                        )
-                        store.finish("failed", str(cause))
-                    if cause is not error:
-                        raise cause from error
+                        store.add_event("failed", {"kind": type(error).__name__})
+                        store.finish("failed", str(error))
                     raise
                 store.finish("finished")
 
@@ -231,7 +247,7 @@ def run_config(
 
 
 async def _interruptible(work: Awaitable[None]) -> None:
-    """SIGTERM ends a run like Ctrl-C: everything committed stays, --resume goes on."""
+    """SIGTERM ends a run like Ctrl-C: everything committed stays, and resuming goes on."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -268,7 +284,7 @@ def _check_place(config: RunConfig, run_dir: Path, resume: bool) -> None:
             check_is_run(run_dir, store.info())
         raise StoreError(
             f"{run_dir} holds a run already",
-            hint="go on with it by --resume, or name another --run-dir",
+            hint=f"go on with it by {RESUME}, or choose another {RUN_DIR}",
         )
 
 
@@ -287,8 +303,8 @@ def _store(
         check_provenance(store.info().provenance, provenance)
     store = Store.open(run_dir, readonly=False, facts=facts)
     try:
-        if store.config().steps != config.steps:
-            store.set_steps(config.steps)
+        if store.config() != config:
+            store.set_config(config)
     except BaseException:
         store.close()
         raise
@@ -300,25 +316,48 @@ def check_is_run(run_dir: Path, info: RunInfo) -> None:
     if EVALUATED in info.provenance:
         raise ConfigError(
             f"{run_dir} holds an evaluation, of {info.provenance[EVALUATED].source}, not a run",
-            hint="name another --run-dir; `treadle runs` says which directories are runs",
+            hint=f"choose another {RUN_DIR}; `treadle runs` says which directories are runs",
         )
 
 
 def check_resumable(stored: RunConfig, wanted: RunConfig, done: int) -> None:
-    """A run goes on with the config that it began with; only its length may change (B079).
+    """A run goes on with the config that it began with; only its length may change (B079), and
+    how much room it may take.
 
     Raises ConfigError: another setting differs, or the target is already reached.
     """
-    if to_dict(replace(stored, steps=wanted.steps)) != to_dict(wanted):
+    if found := [d for d in changes(stored, wanted) if d[0] not in MAY_CHANGE]:
+        what = "; ".join(
+            f"`{key}` was {_cut(a)}, and {_cut(b)} is asked for" for key, a, b in found
+        )
         raise ConfigError(
-            "a resumed run keeps its settings; only `steps` may differ",
-            hint="start a new run directory for other settings",
+            "a resumed run keeps its settings; only `steps` may differ "
+            f"(and limits of `store`): {what}",
+            hint=f"leave these as they were, or begin a new run with another {RUN_DIR}",
         )
     if wanted.steps < done:
         raise ConfigError(
             f"the run has {done} steps already, and {wanted.steps} are asked for",
-            hint=f"--set steps={done + 10} trains 10 more",
+            hint=f"{setting(f'steps={done + 10}')} trains 10 more",
         )
+
+
+MAY_CHANGE = ("steps", "store.max_gib", "store.keep_checkpoints")
+"""Settings that a resumed run may be given anew; it keeps them from then on."""
+
+
+def changes(stored: RunConfig, wanted: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(key, stored value, wanted value) of the settings that differ.
+
+    A run stores the dtype that "auto" became; "auto" asks for no other.
+    """
+    if wanted.model.dtype == "auto":
+        wanted = replace(wanted, model=replace(wanted.model, dtype=stored.model.dtype))
+    return differences(to_dict(stored), to_dict(wanted))
+
+
+def _cut(value: Any) -> str:
+    return one_line(json.dumps(value), 80)
 
 
 def check_provenance(stored: Mapping[str, Provenance], now: Mapping[str, Provenance]) -> None:

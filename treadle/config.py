@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from treadle.errors import ConfigError, did_you_mean
+from treadle.errors import ConfigError, did_you_mean, setting
 
 T = TypeVar("T")
 
@@ -39,7 +40,34 @@ MAX_LEVELS = 32
 """Of JSON in one setting."""
 
 
+def _typed(section: str) -> Callable[[type[T]], type[T]]:
+    """Checks the type of every field when a config is made, before the class's own checks.
+
+    Goes below `@dataclass`, which then calls it from the `__init__` that it makes.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        own = cls.__dict__.get("__post_init__", lambda self: None)
+
+        def __post_init__(self: Any) -> None:
+            for name, kind in _hints(type(self)).items():
+                key = f"{section}.{name}" if section else name
+                object.__setattr__(self, name, _convert(kind, getattr(self, name), key))
+            own(self)
+
+        setattr(cls, "__post_init__", __post_init__)  # noqa: B010 - not a known attribute
+        return cls
+
+    return decorate
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("model.lora")
 class LoraConfig:
     rank: int = 8
     """1..64 are tested; all linear layers except the head get an adapter."""
@@ -52,6 +80,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("model")
 class ModelConfig:
     name: str = "smollm2-135m"
     """A known name (`treadle models`), a local Hugging Face directory, or a hub id."""
@@ -68,6 +97,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("tasks")
 class TasksConfig:
     source: str = ""
     """"jsonl:PATH" or "reasoning_gym:FAMILY"."""
@@ -88,6 +118,7 @@ class TasksConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("rollout")
 class RolloutConfig:
     group_size: int = 8
     """Trajectories per task; the advantage is centred over them."""
@@ -132,6 +163,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.correction")
 class CorrectionConfig:
     """What is done where sampler and trainer disagree about the same weights; the default does
     nothing. rho = the trainer's probability of a token, by the weights that sampled it, over the
@@ -176,6 +208,7 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn")
 class LearnConfig:
     algorithm: str = "cispo"
     """A name in treadle/algorithms.py: an advantage, a loss, an aggregation and a correction."""
@@ -223,6 +256,7 @@ class LearnConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("schedule")
 class ScheduleConfig:
     eta: int = 0
     """Steps that generation may run ahead of training: 0 = synchronous."""
@@ -235,6 +269,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("eval")
 class EvalConfig:
     questions: int = 64
     """Distinct held-out questions per task set; 0 = no evals."""
@@ -251,6 +286,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("store")
 class StoreConfig:
     checkpoint_every: int = 10
     """Steps; later steps are re-applied from their stored samples on resume."""
@@ -269,6 +305,7 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("")
 class RunConfig:
     name: str = "run"
     """The default run directory is runs/{name}."""
@@ -290,14 +327,15 @@ class RunConfig:
             raise ConfigError(
                 f"rollout.tools names {len(self.rollout.tools)} tools, but harness "
                 f"`{self.rollout.harness}` " + ("brings its own" if agent else "never calls one"),
-                hint="--set rollout.harness=tool_loop",
+                hint=setting("rollout.harness=tool_loop"),
             )
 
 
 def _require(ok: bool, key: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(
-            f"`{key}` must be {rule}, got {_cut(repr(value))}", hint=f"--set {key}=... changes it"
+            f"`{key}` must be {rule}, got {_cut(repr(value))}",
+            hint=f"{setting(f'{key}=...')} changes it",
         )
 
 
@@ -322,9 +360,9 @@ def override(
         if not eq:
             raise ConfigError(
                 f"`{_cut(assignment)}` is not an assignment",
-                hint="write --set rollout.group_size=4",
+                hint=f"write it as {setting('rollout.group_size=4')}",
             )
-        _assign(tree, key.strip(), _parse(text, assignment), origin=f"--set {_cut(assignment)}")
+        _assign(tree, key.strip(), _parse(text, assignment), origin=f"`{_cut(assignment)}`")
     return from_dict(tree)
 
 
@@ -381,7 +419,7 @@ def _assign(tree: Any, key: str, value: Any, origin: str) -> None:
             above = _cut(".".join(parts[:depth]))
             raise ConfigError(
                 f"`{above}` is {_cut(repr(node))} and has no part `{_cut(part)}` (set by {origin})",
-                hint=f"--set {above}=... sets it as a whole",
+                hint=f"{setting(f'{above}=...')} sets it as a whole",
             )
         elif fields is not None:
             if part not in fields:
@@ -459,13 +497,23 @@ def to_dict(config: Any) -> Any:
     return config
 
 
+def differences(a: Any, b: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value in `a`, value in `b`) wherever two trees of JSON values differ."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        keys = sorted({*a, *b})
+        return [d for k in keys for d in differences(a.get(k), b.get(k), f"{key}{k}.")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        return [d for i in range(len(a)) for d in differences(a[i], b[i], f"{key}{i}.")]
+    return [] if a == b else [(key.rstrip("."), a, b)]
+
+
 def from_dict(tree: dict[str, Any]) -> RunConfig:
     """The inverse of `to_dict`; missing keys take their defaults, unknown ones raise."""
     return _build(RunConfig, tree, "")
 
 
 def _build(cls: type[T], tree: Any, key: str) -> T:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"`{key}` must be a section with keys, got {_cut(repr(tree))}",
@@ -489,6 +537,8 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     for option in _options(kind):
         origin = typing.get_origin(option)
         if option is Any or (option is type(None) and value is None):
+            return value
+        if dataclasses.is_dataclass(option) and isinstance(value, typing.cast(type, option)):
             return value
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
             return _build(typing.cast(type, option), value, key)
@@ -514,7 +564,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             return value
     raise ConfigError(
         f"`{key}` must be {_describe(kind)}, got {_cut(repr(value))}",
-        hint=_unquoted(kind, value, key) or f"--set {key}=... sets it",
+        hint=_unquoted(kind, value, key) or f"{setting(f'{key}=...')} sets it",
     )
 
 
@@ -545,9 +595,5 @@ def _describe(kind: Any) -> str:
         elif typing.get_origin(option) is tuple:
             names.append("a list")
         else:
-            names.append(
-                {int: "an integer", float: "a number", str: "text", bool: "true or false"}.get(
-                    option, str(option)
-                )
-            )
+            names.append(_TYPE_NAMES.get(option, str(option)))
     return " or ".join(names)

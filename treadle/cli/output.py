@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -61,6 +63,19 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
         print(f"{name:<{width}}  {one_line(str(value))}")
+
+
+def print_wrapped(label: str, text: str) -> None:
+    """A label and text beside it, in as many lines of the terminal's width as that takes."""
+    width = min(100, shutil.get_terminal_size((80, 24)).columns)
+    lines = textwrap.wrap(
+        one_line(text),
+        max(width, len(label) + 20),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines) or label.rstrip())
 
 
 def size(num_bytes: float) -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import treadle
 from treadle.config import RunConfig
@@ -71,16 +69,6 @@ def folders() -> list[Path]:
     package = Path(treadle.__file__).parent
     candidates = [Path("recipes"), package.parent / "recipes", package / "recipes"]
     return [folder for folder in candidates if folder.is_dir()]
-
-
-def differing(a: Any, b: Any, key: str = "") -> list[str]:
-    """Dotted keys where two trees of JSON values differ."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = sorted({*a, *b})
-        return [d for k in keys for d in differing(a.get(k), b.get(k), f"{key}{k}.")]
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        return [d for i in range(len(a)) for d in differing(a[i], b[i], f"{key}{i}.")]
-    return [] if a == b else [f"`{key.rstrip('.')}`"]
 
 
 def names() -> list[str]:

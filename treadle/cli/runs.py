@@ -177,7 +177,7 @@ def _why(args: argparse.Namespace) -> int:
 
 
 def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
-    from treadle.evals.report import status_of
+    from treadle.evals.report import go_on, status_of
 
     info, frontier = store.info(), store.frontier()
     status, cause = status_of(store, info)
@@ -201,19 +201,19 @@ def _explain(store: Store, run_dir: Path, num_events: int) -> dict[str, Any]:
             {"time": e.time, "kind": e.kind, "data": dict(e.data)}
             for e in (store.events()[-num_events:] if num_events else ())
         ],
-        "hint": _next(status, run_dir, frontier.step, kind),
+        "hint": _next(status, run_dir, frontier.step, kind, go_on(info, run_dir)),
     }
 
 
-def _next(status: str, run_dir: Path, done: int, kind: str) -> str:
+def _next(status: str, run_dir: Path, done: int, kind: str, go_on: str) -> str:
     if status == "running":
         return "nothing: it is being written now"
     if kind == "evaluation":
         return "the same treadle eval again makes what is missing, and prints the rates"
     if status == "finished":
         return f"treadle report {run_dir}"
-    kept = f"; the {done} committed steps are kept" if done else ""
-    return f"treadle train RECIPE --run-dir {run_dir} --resume{kept}"
+    kept = f"the {done} committed steps are kept" if done else ""
+    return "; ".join(part for part in (go_on, kept) if part) or "begin it anew"
 
 
 def _session(session: Session) -> dict[str, Any]:

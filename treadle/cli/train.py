@@ -10,6 +10,8 @@ Takes: a recipe and overrides. Gives: a run directory and its report.
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from treadle.cli import recipes
 from treadle.cli.arguments import add_set
 from treadle.cli.output import print_json
 from treadle.config import RunConfig, override, to_dict
+from treadle.evals.visible import one_line
 
 EXAMPLE = (
     "examples:\n"
@@ -48,12 +51,18 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args, config, run_dir)
     from treadle.api import Run, run_config
-    from treadle.cli.progress import TrainProgress
+    from treadle.progress import TrainProgress
 
     if args.resume and done >= config.steps:
         print(f"no step is left to train of {done}; what was left after them", file=sys.stderr)
     with TrainProgress(config, run_dir, file=sys.stderr) as progress:
-        run_config(config, run_dir, resume=args.resume, observer=progress)
+        run_config(
+            config,
+            run_dir,
+            resume=args.resume,
+            observer=progress,
+            started_by=f"treadle train {shlex.quote(args.recipe)}",
+        )
     result = Run(run_dir)
     if args.json:
         print_json({**result.results(), "new_steps": config.steps - done})
@@ -66,7 +75,7 @@ def _resumed(
     args: argparse.Namespace, recipe: RunConfig, run_dir: Path
 ) -> tuple[RunConfig, int, bool]:
     """The stored config with this call's overrides, the steps done, and whether it finished."""
-    from treadle.api import check_is_run, check_resumable
+    from treadle.api import MAY_CHANGE, changes, check_is_run, check_resumable
     from treadle.cli.target import existing_run
     from treadle.store import Store
 
@@ -76,15 +85,14 @@ def _resumed(
         status = store.info().status
     config = override(stored, args.settings)
     check_resumable(stored, config, done)
-    others = [
-        key for key in recipes.differing(to_dict(stored), to_dict(recipe)) if key != "`steps`"
-    ]
+    others = [c for c in changes(stored, recipe) if c[0] not in MAY_CHANGE]
     if others:
         print(
-            f"{run_dir} keeps the settings that it began with; the recipe now has others for "
-            + ", ".join(others),
-            file=sys.stderr,
+            f"{run_dir} keeps the settings that it began with, not the recipe's:", file=sys.stderr
         )
+    for key, began, now in others:
+        values = f"{json.dumps(began)} (recipe: {json.dumps(now)})"
+        print(f"  {key} = {one_line(values, 160)}", file=sys.stderr)
     return config, done, status == "finished"
 
 

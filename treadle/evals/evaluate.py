@@ -25,6 +25,7 @@ from treadle.errors import (
     RewardError,
     TreadleError,
     first_of,
+    setting,
 )
 from treadle.harness import Harness
 from treadle.render import Renderer
@@ -61,7 +62,7 @@ def questions(taskset: Taskset, config: EvalConfig) -> tuple[Task, ...]:
     if not seen:
         raise ConfigError(
             f"task set {taskset.name} has no tasks in its split `{config.split}`",
-            hint="choose another with --set eval.split=..., or --set eval.questions=0",
+            hint=f"choose another: {setting('eval.split=...')}; or none with eval.questions=0",
         )
     return tuple(seen.values())
 
@@ -163,12 +164,15 @@ async def evaluate(
         if progress is not None:
             progress(stored, total)
 
+    failed: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             for index, task, sample in wanted:
                 group.create_task(answer(index, task, sample))
     except BaseExceptionGroup as errors:
-        raise first_of(errors) from errors
+        failed = first_of(errors)
+    if failed is not None:
+        raise failed  # outside of `except`: its cause chain stays its own
     # What no attempt can judge is asked again by each; it must not end one that has verdicts.
     lasting = bool(done) and all(failure.kind in ENDING for failure in failures)
     if wanted and len(failures) == len(wanted) and not lasting:

@@ -32,6 +32,7 @@ from treadle.config import TasksConfig
 from treadle.errors import StoreError
 from treadle.evals import EVALUATED
 from treadle.evals.statistics import Estimate, Scores, average, paired_gain, rate
+from treadle.evals.visible import one_line, quoted
 from treadle.store import EvalResult, EvalRow, Store
 from treadle.tasks.mix import names_of
 from treadle.tasks.validate import text_of
@@ -219,17 +220,34 @@ def _pair(rows: Sequence[EvalRow], name: str, last: int, config: Mapping[str, An
     return (first[-1] if first else None), (final[-1] if final else None)
 
 
-def differences(a: EvalRow, b: EvalRow) -> list[str]:
-    """Why two evaluations of a task set cannot be compared, as sentences."""
+def differences(
+    a: EvalRow, b: EvalRow, texts: tuple[set[str], set[str]] | None = None
+) -> list[str]:
+    """Why two evaluations of a task set cannot be compared, as sentences.
+
+    `texts`: what was asked by either, to say in which questions they differ.
+    """
     out = []
     if a.data_hash != b.data_hash:
-        out.append(f"the questions differ (data hash {a.data_hash} and {b.data_hash})")
+        out.append("the questions differ" + (_questions_apart(*texts) if texts else ""))
     left = {"split": a.split, "temperature": a.temperature, **a.settings}
     right = {"split": b.split, "temperature": b.temperature, **b.settings}
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             out.append(f"{key} differs ({left.get(key)} and {right.get(key)})")
     return out
+
+
+def _questions_apart(a: set[str], b: set[str]) -> str:
+    """As ": 3 are in the first only ("7 + 5", ...), 1 in the second ("gcd of ...")"."""
+    parts = [
+        f"{len(only)} {'is' if len(only) == 1 else 'are'} in the {which} only "
+        f"({', '.join(quoted(one_line(text), 60) for text in sorted(only)[:2])}"
+        f"{', ...' if len(only) > 2 else ''})"
+        for which, only in (("first", a - b), ("second", b - a))
+        if only
+    ]
+    return ": " + (", ".join(parts) or "the same texts with other answers, or in another order")
 
 
 def _side(rows: Mapping[str, EvalRow | None], step: int, asked: Questions) -> dict[str, Any]:
@@ -369,6 +387,8 @@ def _gain(
         if a is None or b is None or not (a.finished and b.finished):
             continue
         found = differences(a, b)
+        if found:
+            found = differences(a, b, (asked.texts([a]), asked.texts([b])))
         if not found and measure_of(a) != measure_of(b):
             found = [f"the measure differs ({measure_of(a)} and {measure_of(b)})"]
         if found:

@@ -52,7 +52,7 @@ def write_page(store: Store, path: str | Path) -> None:
     except OSError as error:
         raise StoreError(
             f"cannot write the page {path}: {error.strerror or error}",
-            hint="name a file in a directory that exists, with --html FILE",
+            hint="name a file in a directory that exists and that this user may write",
         ) from error
 
 

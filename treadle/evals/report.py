@@ -5,6 +5,7 @@ being written, has failed or has not begun; a number that is not there is null, 
 wrong with the numbers stands beside them in `warnings`.
 
     run, name, status, cause     where it is and how it ended
+    go_on                        what to type to go on with it
     steps                        done, wanted, skipped
     model, tasks, provenance     what was trained on what, and under which terms
     eval                         before, after, gain, all, overlap (held_out)
@@ -18,13 +19,15 @@ Takes: a Store. Gives: a dict of JSON values; `as_text` makes it readable.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from treadle.evals import EVALUATED
+from treadle.evals import EVALUATED, STARTED_BY
 from treadle.evals.cautions import warnings_of
 from treadle.evals.held_out import held_out
 from treadle.evals.terminal import as_text
@@ -63,6 +66,7 @@ def summarise(store: Store) -> dict[str, Any]:
         "name": info.config.get("name"),
         "status": status,
         "cause": cause,
+        "go_on": go_on(info, store.run_dir),
         "steps": {
             "done": len(steps),
             "wanted": max(_steps_wanted(info), len(steps)),
@@ -110,6 +114,21 @@ def status_of(store: Store, info: RunInfo) -> tuple[str, str]:
     if status == "running" and writer(store.run_dir) is None:
         return "interrupted", cause or "its process was killed"
     return status, cause
+
+
+def go_on(info: RunInfo, run_dir: Path) -> str:
+    """What to type, or to call, to go on with a run that has stopped: as it was begun last.
+
+    "" where it cannot be gone on with.
+    """
+    began = [str(s.facts[STARTED_BY]) for s in info.sessions if STARTED_BY in s.facts]
+    if not began:
+        return "the command that began it, with --resume (or td.train with resume=True)"
+    if began[-1] == "td.train":
+        return f"td.train(..., run_dir={str(run_dir)!r}, resume=True)"
+    if began[-1] == "td.open_run":
+        return ""
+    return f"{began[-1]} --run-dir {shlex.quote(str(run_dir))} --resume"
 
 
 def _train(steps: Sequence[StepRow]) -> dict[str, list[Any]]:

@@ -19,6 +19,9 @@ from treadle.evals.visible import one_line
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """One eighth to eight eighths of a character cell."""
 
+MIN_POINTS = 5
+"""Of a curve that is drawn: fewer show nothing that their numbers do not."""
+
 _CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward"),
     ("strict", "strict rate"),
@@ -70,7 +73,10 @@ def _header(report: Mapping[str, Any]) -> list[str]:
         f"model  {model_name(report)}",
     ]
     for role, source in report["provenance"].items():
-        out.append(f"  {one_line(role)}: {one_line(source['source'], 70)}, {source['license']}")
+        terms = one_line(source["license"], 30)
+        terms = "licence unknown" if terms == "unknown" else terms
+        parts = (one_line(source["source"], 70), terms)
+        out.append(f"  {one_line(role)}: {', '.join(part for part in parts if part)}")
     return out
 
 
@@ -166,8 +172,11 @@ def _training(report: Mapping[str, Any]) -> list[str]:
     for key, label in curves:
         known = [v for v in train[key] if v is not None]
         if known:
-            line = sparkline(train[key])
-            out.append(f"  {label:<24} {line}  {_number(known[0])} to {_number(known[-1])}")
+            numbers = f"first {_number(known[0])}, last {_number(known[-1])}"
+            line = f"  {label:<24} {numbers}, mean {_number(sum(known) / len(known))}"
+            if len(known) >= MIN_POINTS and min(known) < max(known):
+                line = f"{line:<64} {sparkline(train[key], 34)}"
+            out.append(line)
     return out
 
 
@@ -230,7 +239,8 @@ def _next(report: Mapping[str, Any]) -> list[str]:
     if report["eval"]["alone"]:
         return ["next", page]
     if report["status"] in ("failed", "interrupted"):
-        return ["next", f"  treadle train RECIPE --run-dir {run} --resume   go on", page]
+        on = [f"  {one_line(report['go_on'])}   go on"] if report["go_on"] else []
+        return ["next", *on, page]
     if not report["steps"]["done"]:
         return ["next", page]
     return [

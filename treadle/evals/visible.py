@@ -33,6 +33,12 @@ def one_line(text: str, limit: int = 0) -> str:
     return line if not limit or len(line) <= limit else line[: limit - 1] + "\u2026"
 
 
+def quoted(text: str, limit: int = 80) -> str:
+    """In quotes, on one line with its line breaks spelled out, at most `limit` characters."""
+    text = text if len(text) <= limit else text[: limit - 1] + "\u2026"
+    return '"' + visible(text).replace("\n", "\\n").replace("\t", "\\t").replace('"', '\\"') + '"'
+
+
 def middle_out(text: str, limit: int) -> str:
     """At most about `limit` characters: the beginning, how much was left out, the end."""
     if len(text) <= limit:

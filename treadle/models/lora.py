@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from treadle.errors import WeightsError
 from treadle.models import forward
 from treadle.models.policy import Policy
+from treadle.models.quiet import quiet_transformers
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -124,9 +125,10 @@ def save_merged(policy: Policy, directory: Path) -> None:
         state[key] = merged[id(value)] if id(value) in merged else value.detach()
     _check_finite(state, "the merged model")
     directory.mkdir(parents=True, exist_ok=True)
-    module.save_pretrained(directory, state_dict=state, safe_serialization=True)
-    if policy.loaded.tokenizer is not None:
-        policy.loaded.tokenizer.save_pretrained(directory)
+    with quiet_transformers():
+        module.save_pretrained(directory, state_dict=state, safe_serialization=True)
+        if policy.loaded.tokenizer is not None:
+            policy.loaded.tokenizer.save_pretrained(directory)
 
 
 # --------------------------------------------------------------------------- checks

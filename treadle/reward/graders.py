@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.config import TasksConfig, to_dict
-from treadle.errors import ConfigError, RewardError, did_you_mean
+from treadle.errors import ConfigError, RewardError, did_you_mean, setting
 from treadle.tasks import names_of, open_taskset
 from treadle.tools import import_object
 from treadle.types import Reward, Task, Taskset, Trajectory
@@ -164,8 +164,8 @@ def require_gradable(cfg: TasksConfig, taskset: Taskset, tasks: Sequence[Task]) 
         raise ConfigError(
             f"none of the {lacking} tasks of {taskset.name} that were looked at in split "
             f"`{tasks[0].split}` has {has}: reward `{cfg.reward}` judges nothing",
-            hint="give the rows an `answer`, or judge them by a function with "
-            "--set tasks.N.reward=module:function",
+            hint="give the rows an `answer`, or judge them by a function: "
+            + setting("tasks.N.reward=module:function"),
         )
     return lacking
 

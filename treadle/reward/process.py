@@ -1,6 +1,7 @@
 """A worker process that leads its own session, and our ends of its pipes.
 
-Guarantees: `end` leaves no process of its group behind, no zombie of ours and no open pipe.
+Guarantees: `end` leaves no process of its group behind and none that left the group (`strays`), no
+zombie of ours and no open pipe.
 `interrupt` may be called from any thread; everything else belongs to one thread, because a
 closed pipe's number is soon another file's.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import time
 from pathlib import Path
 
 from treadle.reward.frames import Pipes
+from treadle.reward.strays import MARK, end_marked
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 """Where the package is importable from, for a child that does not inherit our import path."""
@@ -28,6 +31,7 @@ class Worker:
     """A running `treadle.reward.worker`."""
 
     def __init__(self) -> None:
+        self._word = secrets.token_hex(16)
         path = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH", "")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "treadle.reward.worker"],
@@ -36,7 +40,7 @@ class Worker:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), MARK: self._word},
         )
         self._ended = False
         self._lock = threading.Lock()
@@ -77,6 +81,7 @@ class Worker:
             self._ended = True
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
+        end_marked(self._word)
         self.pipes.drain()
         for stream in self._streams:
             if stream is not None:

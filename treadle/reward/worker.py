@@ -21,6 +21,7 @@ import numbers
 import os
 import pickle
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from typing import Any, BinaryIO
 
 from treadle.errors import TreadleError, said
 from treadle.reward.frames import HEADER
+from treadle.reward.strays import MARK, end_marked
 
 MAX_FUNCTIONS = 64
 """Functions kept loaded, so that what they cache (a task set) is built once."""
@@ -44,6 +46,7 @@ def main() -> None:
     replies = _Replies(os.dup(1))
     os.dup2(2, 1)
     _prefer_to_be_killed()
+    _limit_memory()
     calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     requests = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDWR)
@@ -67,6 +70,7 @@ def _listen(requests: BinaryIO, calls: queue.SimpleQueue[dict[str, Any]]) -> Non
         header = requests.read(HEADER.size)
         body = requests.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
         if not body:
+            end_marked(os.environ.get(MARK, ""))
             if os.getpgrp() == os.getpid():
                 os.killpg(0, signal.SIGKILL)
             os._exit(0)
@@ -148,7 +152,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     return {
         "raised": type(error).__name__,
         "message": error.message if isinstance(error, TreadleError) else said(error)[:1000],
-        "hint": error.hint if isinstance(error, TreadleError) else "",
+        "hint": error.hint if isinstance(error, TreadleError) else _memory_hint(error),
         "cause": "" if ours else "".join(traceback.format_exception(error))[-2000:],
     }
 
@@ -192,6 +196,28 @@ def _prefer_to_be_killed() -> None:
             file.write("1000")
     except OSError:
         pass
+
+
+MEMORY_SHARE = 0.5
+"""Of the machine's memory: what a worker may allocate. Room that a library only reserves (as torch
+does) does not count."""
+
+
+def _limit_memory() -> None:
+    """A grader that allocates without end gets a MemoryError, and the machine does not swap."""
+    limit = int(MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard not in (resource.RLIM_INFINITY, -1):
+        limit = min(limit, hard)
+    with contextlib.suppress(OSError, ValueError):  # macOS takes no such limit
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _memory_hint(error: BaseException) -> str:
+    if not isinstance(error, MemoryError):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
+    return f"a grading process may allocate {limit:.1f} GiB, {MEMORY_SHARE:.0%} of this machine's"
 
 
 if __name__ == "__main__":

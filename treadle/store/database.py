@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from treadle.errors import ContractError, StoreError
+from treadle.errors import RESUME, RUN_DIR, ContractError, StoreError
 from treadle.store import schema
 
 BUSY_TIMEOUT_S = 30.0
@@ -66,7 +66,7 @@ class Database:
         if mode != "wal":
             raise StoreError(
                 f"{self.path}: this file system cannot hold a live ledger (journal mode {mode})",
-                hint="put the run directory on a local disk with --run-dir",
+                hint=f"put the run directory on a local disk with {RUN_DIR}",
             )
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")
@@ -159,7 +159,7 @@ class Database:
                 raise StoreError(
                     f"{what}: the disk of {self.path} is full; nothing of this was stored, "
                     "everything before it was",
-                    hint="free space (`treadle runs gc` lists what can go), then --resume",
+                    hint=f"free space (`treadle runs gc` lists what can go), then {RESUME}",
                 ) from error
             if code in _DAMAGED:
                 raise self._damaged(what, str(error)) from error

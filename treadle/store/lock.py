@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.errors import StoreError
+from treadle.errors import RUN_DIR, StoreError
 from treadle.store.layout import LOCK
 
 _PROBE_S = 0.05
@@ -94,7 +94,7 @@ def acquire(run_dir: Path) -> Lock:
             unsupported = error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
             raise StoreError(
                 f"cannot lock {path}: {error.strerror}",
-                hint="a run needs a local disk that has file locks; choose another --run-dir"
+                hint=f"a run needs a local disk that has file locks; choose another {RUN_DIR}"
                 if unsupported
                 else "is the run directory there, and writable?",
             ) from error
@@ -109,7 +109,7 @@ def acquire(run_dir: Path) -> Lock:
     raise StoreError(
         f"run {run_dir} is being written by process {holder.pid} on {holder.host}",
         hint="wait for it or stop it; reading (report, view) works while it runs, and a second "
-        "run needs its own --run-dir",
+        f"run needs its own {RUN_DIR}",
     )
 
 

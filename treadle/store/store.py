@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from treadle.config import RunConfig, from_dict, to_dict
-from treadle.errors import StoreError
+from treadle.errors import RESUME, RUN_DIR, StoreError
 from treadle.store import encode, lock, schema
 from treadle.store.database import Database
 from treadle.store.evals import Evals
@@ -68,14 +68,14 @@ class Store(Ledger, Evals, Telemetry):
         except OSError as error:
             raise StoreError(
                 f"cannot make the run directory {run_dir}: {error.strerror}",
-                hint="choose another place with --run-dir",
+                hint=f"choose another place with {RUN_DIR}",
             ) from error
         held = lock.acquire(run_dir)
         try:
             if (run_dir / DATABASE).exists():
                 raise StoreError(
                     f"{run_dir} holds a run already",
-                    hint="go on with it by --resume, or name another --run-dir",
+                    hint=f"go on with it by {RESUME}, or choose another {RUN_DIR}",
                 )
             meta = {
                 "config": to_dict(config),
@@ -222,13 +222,11 @@ class Store(Ledger, Evals, Telemetry):
         """The config of the run. Raises ConfigError when keys have changed."""
         return from_dict(dict(self.info().config))
 
-    def set_steps(self, steps: int) -> None:
-        """Another length of the run: the one thing that may change when it goes on."""
-        config = {**self.info().config, "steps": steps}
-        with self._db.write("storing the number of steps") as db:
-            db.execute(
-                "UPDATE meta SET value = ? WHERE key = 'config'", (encode.dumps(config, "config"),)
-            )
+    def set_config(self, config: RunConfig) -> None:
+        """What a run that goes on was given anew, e.g. more steps; the caller allows it."""
+        text = encode.dumps(to_dict(config), "config")
+        with self._db.write("storing the config") as db:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'config'", (text,))
 
 
 def _build(path: Path, meta: Mapping[str, str]) -> None:

@@ -1,8 +1,9 @@
 """The model card of an export: what it is, from what, under which terms, how good (contract 12).
 
-Guarantees: source, licence and hash of the base model and of every task set are stated, "unknown"
-where the run did not know them; every score carries its settings; nothing is claimed that the
-run did not measure.
+Guarantees: the base is called what it was, with its hash: weights that were dequantised or lay in
+a directory are not called the hub's; licences of the base and of every task set are stated, and
+where one is not known, that; every score carries its settings; nothing is claimed that the run
+did not measure.
 
 Takes: a run's store. Gives: the text of README.md.
 """
@@ -12,11 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from treadle.models.catalog import KNOWN
 from treadle.store import EvalRow, Store
 from treadle.types import Provenance
+
+FROM_HUB = "hf:"
+"""How the provenance of the hub's own files begins (`models.hub.revision`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +109,10 @@ def _score(row: EvalRow) -> Score:
 def render(card: Card, *, form: str) -> str:
     """Markdown with the front matter that the Hugging Face hub reads."""
     base = card.provenance.get("model")
-    licence = (base.license if base else "") or "unknown"
-    hub_id = _hub_id(card.base_name)
+    hub_id = hub_id_of(card)
     front = {
-        "license": licence.lower(),
+        **({"license": base.license.lower()} if base and _stated(base.license) else {}),
+        # A lineage, for the hub's index; which weights exactly is said below.
         **({"base_model": hub_id} if hub_id else {}),
         "library_name": "peft" if form == "peft" else "transformers",
         "pipeline_tag": "text-generation",
@@ -127,13 +132,9 @@ def render(card: Card, *, form: str) -> str:
         "",
         "## Origin",
         "",
-        "| role | source | licence | sha256 |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {role} | {_cell(p.source)} | {_cell(p.license)} | {_cell(p.sha256)} |"
-            for role, p in sorted(card.provenance.items())
-        ),
-        f"| chat template | of the model | | {_cell(card.template_sha256)} |",
+        *_base(card, hub_id, form),
+        "",
+        *_origins(card),
         "",
         "The terms of the base model and of the task sets apply to this model too.",
         "",
@@ -151,11 +152,66 @@ def render(card: Card, *, form: str) -> str:
     return "\n".join(lines)
 
 
-def _hub_id(name: str) -> str:
-    """Where others find the base model; "" for a directory of this machine."""
+def hub_id_of(card: Card) -> str:
+    """Where others find the base, or what it was made of; "" for a directory of this machine."""
+    name, base = card.base_name, card.provenance.get("model")
+    if base is not None and base.source.startswith(FROM_HUB):
+        return base.source.removeprefix(FROM_HUB).partition("@")[0]
     if name in KNOWN:
         return KNOWN[name].hub_id
-    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else ""
+    elsewhere = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return name if elsewhere and not Path(name).is_dir() else ""
+
+
+def _stated(licence: str) -> bool:
+    return licence.lower() not in ("", "unknown")
+
+
+def _base(card: Card, hub_id: str, form: str) -> list[str]:
+    """Which weights the base is, and what to load below an adapter."""
+    base = card.provenance.get("model")
+    if base is None:
+        lines = [f"The base is `{_text(card.base_name)}`; the run did not record its origin."]
+    else:
+        lines = [f"The base is {_said(base)}."]
+    if hub_id and base is not None and not base.source.startswith(FROM_HUB):
+        lines.append(
+            f"These weights are not those of `{hub_id}` on the hub, from which they come: all "
+            "numbers below were measured on the former."
+        )
+    if form == "peft" and hub_id:
+        lines.append(f"`adapter_config.json` names `{hub_id}`, which others can load.")
+    elif form == "peft":
+        lines.append(
+            "The base is on no hub: `adapter_config.json` names the directory that it had on the "
+            "machine that trained it, so load it yourself and put the adapter on it by "
+            "`PeftModel.from_pretrained(base, ...)`."
+        )
+    return lines
+
+
+def _origins(card: Card) -> list[str]:
+    """One line for everything else that made the weights; what is not known is left out."""
+    out = []
+    for role, origin in sorted(card.provenance.items()):
+        kind, _, number = role.partition(".")
+        if kind not in ("model", "template"):
+            name = f"task set {number}".strip() if kind == "tasks" else kind
+            out.append(f"- {name}: {_said(origin, licence=kind == 'tasks')}")
+    return [*out, f"- chat template: the base's, sha256 `{card.template_sha256}`"]
+
+
+def _said(origin: Provenance, *, licence: bool = True) -> str:
+    terms = origin.license if _stated(origin.license) else "none stated"
+    parts = [f"`{_text(origin.source)}`"]
+    parts += [f"licence {_text(terms)}"] if licence else []
+    parts += [f"sha256 `{origin.sha256}`"] if origin.sha256 else []
+    return ", ".join(parts)
+
+
+def _text(value: str) -> str:
+    """Between backquotes of one line."""
+    return " ".join(value.split()).replace("`", "'")
 
 
 def _table(scores: Sequence[Score]) -> list[str]:
@@ -173,13 +229,18 @@ def _table(scores: Sequence[Score]) -> list[str]:
     for (taskset, split, temperature), series in sets.items():
         first, last = series[0], series[-1]
         for part in sorted({*first.rates, *last.rates}):
+            name = _cell(_NAMES.get(part, part))
             after = _rate(last, part) if last is not first else "not measured"
             rows.append(
-                f"| {_cell(taskset)} | {split} | {_cell(part)} | {_rate(first, part)} | {after} | "
+                f"| {_cell(taskset)} | {split} | {name} | {_rate(first, part)} | {after} | "
                 f"{first.step} to {last.step} | {last.questions} | {last.samples} | "
                 f"{temperature:g} | {last.error_share:.1%} |"
             )
-    return [*rows, "", "`score` is the strict rate. `treadle report` gives intervals."]
+    return [*rows, "", "`treadle report` gives intervals."]
+
+
+_NAMES = {"score": "strict rate", "lenient": "lenient rate"}
+"""What readers call a part of the score."""
 
 
 def _rate(score: Score, part: str) -> str:
@@ -187,5 +248,4 @@ def _rate(score: Score, part: str) -> str:
 
 
 def _cell(value: object) -> str:
-    text = str(value).replace("|", "\\|").replace("\n", " ")
-    return text or "unknown"
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from treadle.errors import WeightsError
+from treadle.errors import RESUME, WeightsError, setting
 from treadle.store import CheckpointRecord, layout, lock, sizes
 from treadle.store.retention import remove_tree
 from treadle.weights import tree
@@ -142,7 +142,7 @@ def discard_newer(run_dir: str | Path, step: int) -> tuple[str, ...]:
             except OSError as error:
                 raise WeightsError(
                     f"cannot remove {path}, the state of a step that was never committed: {error}",
-                    hint="remove it by hand, then --resume",
+                    hint=f"remove it by hand, then {RESUME}",
                 ) from error
             gone.append(path.name)
     return tuple(gone)
@@ -286,7 +286,7 @@ def _check_size(run_dir: Path, max_gib: float) -> None:
             f"{run_dir} is {size.total / GIB:.2f} GiB (ledger {size.database / GIB:.2f}, "
             f"checkpoints {size.checkpoints / GIB:.2f}, other {size.other / GIB:.2f}), more than "
             f"store.max_gib = {max_gib:g}",
-            hint="raise it with --set store.max_gib=..., or keep fewer checkpoints, then --resume",
+            hint=f"{RESUME} with a larger limit: {setting('store.max_gib=...')}",
         )
 
 
@@ -301,9 +301,9 @@ def _refused(run_dir: Path, step: int, error: Exception) -> WeightsError:
     return WeightsError(
         f"cannot save the checkpoint of step {step} in {run_dir}: "
         f"{'no space left on the disk' if full else error}; {previous}",
-        hint="free space (`treadle runs gc` lists what can go), then --resume"
+        hint=f"free space (`treadle runs gc` lists what can go), then {RESUME}"
         if full
-        else "is the disk there, and may this user write to it? Then --resume",
+        else f"is the disk there, and may this user write to it? Then {RESUME}",
     )
 
 

@@ -28,7 +28,7 @@ from treadle.models import files, forward
 from treadle.models.lora import CONFIG_FILE, WEIGHTS_FILE, save_adapter, save_merged
 from treadle.models.policy import Policy
 from treadle.store import Store, layout
-from treadle.weights.card import Card, card_of, render
+from treadle.weights.card import Card, card_of, hub_id_of, render
 from treadle.weights.restore import open_policy
 
 Form = Literal["peft", "merged"]
@@ -99,6 +99,8 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write(policy, temporary, form, dtype or torch.float32)
+        if form == "peft" and (hub_id := hub_id_of(card)):
+            _name_base(temporary, hub_id)
         (temporary / "README.md").write_text(render(card, form=form), encoding="utf-8")
         _replace(out, temporary)
     except TreadleError:
@@ -190,6 +192,14 @@ def _say_dtype(directory: Path, dtype: torch.dtype) -> None:
         index.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _name_base(directory: Path, hub_id: str) -> None:
+    """A directory of this machine means nothing elsewhere."""
+    config = directory / CONFIG_FILE
+    tree = json.loads(config.read_text(encoding="utf-8"))
+    tree["base_model_name_or_path"] = hub_id
+    config.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _verify(
     policy: Policy, directory: Path, found: list[Path], form: Form, dtype: torch.dtype
 ) -> None:
@@ -263,7 +273,7 @@ def _check_target(out: Path, force: bool) -> None:
     if not force:
         raise WeightsError(
             f"{out} is not empty",
-            hint="name another directory, or replace what is there with --force"
+            hint="name another directory, or replace what is there: --force (in Python: force=True)"
             if ours
             else "name another directory",
         )

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from treadle.cli.progress import StageBar, TrainProgress, step_line
 from treadle.config import RunConfig
+from treadle.progress import StageBar, TrainProgress, step_line
 
 METRICS = {
     "reward/mean": 0.4125,

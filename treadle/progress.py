@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from treadle.config import RunConfig
 from treadle.errors import StoreError
-from treadle.evals.visible import one_line
+from treadle.evals.visible import one_line, visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -91,7 +91,7 @@ class TrainProgress(AbstractContextManager["TrainProgress"]):
             self._line(f"resume: step {data['step']} of {data['last']} re-applied from its samples")
 
     def _line(self, text: str) -> None:
-        text = one_line(text)
+        text = visible(" ".join(text.splitlines()))  # blanks part its columns
         if self._bars is not None:
             self._bars.progress.print(text, markup=False, highlight=False)
         else:
@@ -99,7 +99,7 @@ class TrainProgress(AbstractContextManager["TrainProgress"]):
 
     def _eval(self, eval_id: int) -> str:
         """Rates of an evaluation, as the store has them."""
-        from treadle.cli.rates import rates_line
+        from treadle.evals.rates import rates_line
         from treadle.store import Store
 
         try:
