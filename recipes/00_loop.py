@@ -111,18 +111,14 @@ def rows_of(groups: list[Group]) -> list[Sample]:
 def learn(policy: Policy, optimiser: torch.optim.Optimizer, rows: list[Sample]) -> float:
     """One optimiser step; returns its loss.
 
-    The denominator counts the trained tokens of the whole step before anything is packed, so the
+    A token weighs 1 / (trained tokens of the whole step), decided before anything is packed, so the
     gradient does not depend on how rows fall into micro-batches.
     """
     micros = pack(rows, micro_tokens=2048)
-    num_global_tokens = sum(micro.num_trained for micro in micros)
     optimiser.zero_grad()
     total = 0.0
     for micro in micros:
-        out = forward(policy, micro)
-        result = cispo_loss(
-            out.logp, out.behaviour, out.advantage, out.trained, num_global_tokens=num_global_tokens
-        )
+        result = cispo_loss(forward(policy, micro))
         result.loss.backward()
         total += result.loss.item()
     torch.nn.utils.clip_grad_norm_(policy.parameters().values(), 1.0)

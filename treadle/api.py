@@ -363,14 +363,17 @@ async def _parts(
 
     `mix`, `harness` and `grade` take the place of what the config names.
     """
+    from treadle.algorithms import resolve_run
     from treadle.harness import harness_named
     from treadle.loop import Parts
     from treadle.reward import GraderPool
     from treadle.sampler.engine import Engine
+    from treadle.tasks.mix import names_of
     from treadle.tools import load_tools
     from treadle.train import Trainer
     from treadle.weights.publish import Publisher
 
+    algorithms = resolve_run(config, names_of(config.tasks))
     mix = open_tasks(config, reward) if mix is None else mix
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
@@ -397,7 +400,7 @@ async def _parts(
                     engine=engine,
                     max_rows=rows,
                     renderer=renderer,
-                    trainer=Trainer(policy, config.learn, seed=config.seed),
+                    trainer=Trainer(policy, config.learn, seed=config.seed, algorithms=algorithms),
                     publisher=Publisher(),
                     mix=mix,
                     harness=harness or harness_named(config.rollout.harness),

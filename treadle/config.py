@@ -8,7 +8,7 @@ through JSON, so the store holds exactly what ran.
     |-- model      ModelConfig       what is trained, LoRA or full
     |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
     |-- rollout    RolloutConfig     group size, harness, limits, sampling
-    |-- learn      LearnConfig       advantage, loss, optimiser, micro-batches
+    |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
     |   `-- kl         KLConfig        what holds the policy near its reference
     |-- schedule   ScheduleConfig    eta, max_lag
@@ -81,6 +81,9 @@ class TasksConfig:
     """Share of the groups relative to the other task sets."""
     reward: str = "score"
     """"score" (the task set's strict score), "lenient", or "module:function"."""
+    algorithm: str = ""
+    """A name in treadle/algorithms.py for the rows of this task set, as it stands there; "" = the
+    run's, which is `learn.algorithm` with what `learn` replaces of it."""
 
     def __post_init__(self) -> None:
         _require(self.ratio > 0, "tasks.ratio", self.ratio, "> 0")
@@ -268,9 +271,64 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionConfig:
+    """What is done where sampler and trainer disagree about the same weights; the default does
+    nothing. rho = the trainer's probability of a token, by the weights that sampled it, over the
+    sampler's; 0 switches a bound off. See losses/correction.py."""
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Multiply a token's loss by its rho (TIS), or by the product of its row's (sequence TIS)."""
+    weight_max: float = 2.0
+    """Cap of that weight; for sequence 5 is usual."""
+    keep_low: float = 0.0
+    keep_high: float = 0.0
+    """Tokens whose rho is outside contribute nothing (MIS; with a weight, IcePop)."""
+    mean_low: float = 0.0
+    mean_high: float = 0.0
+    """Rows whose geometric mean of rho is outside leave the step."""
+    k3_max: float = 0.0
+    """Nats; rows whose mean rho - 1 - log rho is above leave the step."""
+    veto_low: float = 0.0
+    veto_high: float = 0.0
+    """Rows with one token whose rho is outside leave the step."""
+
+    def __post_init__(self) -> None:
+        _require(self.weight_max > 0, "learn.correction.weight_max", self.weight_max, "> 0")
+        for name in ("keep", "mean", "veto"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            key = f"learn.correction.{name}_low"
+            _require(0 <= low <= 1, key, low, "between 0 and 1: 1 is agreement")
+            key = f"learn.correction.{name}_high"
+            _require(high == 0 or high >= 1, key, high, "0 or >= 1: 1 is agreement")
+        _require(self.k3_max >= 0, "learn.correction.k3_max", self.k3_max, ">= 0")
+
+    @property
+    def reweighs(self) -> bool:
+        """Some tokens weigh more or less, or nothing."""
+        return self.weight != "none" or self.keep_low > 0 or self.keep_high > 0
+
+    @property
+    def rejects(self) -> bool:
+        """Some rows leave the step: that takes a forward of its own, before the step is weighed."""
+        bounds = (self.mean_low, self.mean_high, self.k3_max, self.veto_low, self.veto_high)
+        return any(bound > 0 for bound in bounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LearnConfig:
-    advantage: Literal["group_mean", "rloo", "grpo"] = "group_mean"
-    loss: Literal["cispo", "ppo_clip"] = "cispo"
+    algorithm: str = "cispo"
+    """A name in treadle/algorithms.py: an advantage, a loss, an aggregation and a correction."""
+    advantage: str | None = None
+    """The estimator; null = the algorithm's. So for the next five."""
+    loss: str | None = None
+    aggregation: str | None = None
+    """What a token weighs in the loss of its step: see batch/weights.py."""
+    loss_options: dict[str, float] = field(default_factory=dict)
+    """Numbers of the loss, by the names of its arguments; they replace the algorithm's."""
+    correction: CorrectionConfig | None = None
+    """Of what sampler and trainer disagree on; {} = none, whatever the algorithm has."""
+    norm_tokens: int = 0
+    """The fixed length that `seq_mean_token_sum_norm` divides by; 0 = rollout.max_new_tokens."""
     lr: float = 3e-4
     """Peak learning rate. LoRA wants about 10x the rate of full fine-tuning."""
     warmup_steps: int = 0
@@ -295,6 +353,7 @@ class LearnConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "learn.lr", self.lr, "> 0")
+        _require(self.norm_tokens >= 0, "learn.norm_tokens", self.norm_tokens, ">= 0")
         _require(self.warmup_steps >= 0, "learn.warmup_steps", self.warmup_steps, ">= 0")
         _require(self.grad_clip >= 0, "learn.grad_clip", self.grad_clip, ">= 0")
         _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
@@ -368,10 +427,11 @@ class RunConfig:
         _require(self.steps >= 1, "steps", self.steps, ">= 1")
         _require(self.seed >= 0, "seed", self.seed, ">= 0")
         if self.rollout.group_size < 2:
+            name = self.learn.advantage or f"of {self.learn.algorithm}"
             raise ConfigError(
-                f"rollout.group_size is {self.rollout.group_size}, but advantage "
-                f"`{self.learn.advantage}` compares the trajectories of a group: with one "
-                "trajectory every advantage is 0 and nothing is learnt",
+                f"rollout.group_size is {self.rollout.group_size}, but advantage `{name}` "
+                "compares the trajectories of a group: with one trajectory every "
+                "advantage is 0 and nothing is learnt",
                 hint="set rollout.group_size to 2 or more, e.g. --set rollout.group_size=8",
             )
         if self.rollout.harness != "tool_loop" and self.rollout.tools:
@@ -591,7 +651,8 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
                 pairs = zip(args, value, strict=True)
                 return tuple(_convert(a, v, f"{key}.{i}") for i, (a, v) in enumerate(pairs))
         if origin is dict and isinstance(value, dict):
-            return dict(value)
+            inner = typing.get_args(option)[1:] or (Any,)
+            return {k: _convert(inner[0], v, f"{key}.{_cut(str(k))}") for k, v in value.items()}
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             _require(abs(value) <= sys.float_info.max, key, value, "finite")  # False for NaN
             return float(value)

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.advantage import advantages, group_stats, zero_variance
+from treadle.batch import Advantage
 from treadle.batch import samples as to_samples
 from treadle.config import RunConfig
 from treadle.errors import ContractError, DataError, HarnessError
@@ -406,7 +407,7 @@ class Controller:
 
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
         state, step = self._state, self._state.step
-        values = advantages(groups, self.config.learn.advantage)
+        values = self._advantages(groups)
         samples = to_samples(groups, values)
         # A turn that an update overtook has KV of older weights: it differs rightly.
         current = all(v in (-1, state.version) for sample in samples for v in sample.versions)
@@ -422,6 +423,17 @@ class Controller:
             self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
             log.warning("step %d was skipped: %s", step + 1, result.reason)
         return result, samples
+
+    def _advantages(self, groups: Sequence[Group]) -> dict[str, Advantage]:
+        """Each task set's groups by the estimator of its algorithm, together where it is one."""
+        by_estimator: dict[str, list[Group]] = {}
+        for group in groups:
+            algorithm = self.parts.trainer.algorithm_of(group.task.taskset)
+            by_estimator.setdefault(algorithm.advantage, []).append(group)
+        values: dict[str, Advantage] = {}
+        for estimator, compared in by_estimator.items():
+            values |= advantages(compared, estimator)
+        return values
 
     def _metrics(
         self,

@@ -468,7 +468,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One trainable token row: one branch of one trajectory, with its advantage."""
+    """One trainable token row: one branch of one trajectory, with its advantages."""
 
     trajectory_id: str
     ordinal: int
@@ -478,10 +478,16 @@ class Sample:
     """trained[t]: ids[t] was sampled here and is to be learnt; trained[0] is False."""
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    advantage: float
-    """One number per trajectory here; reward units (or what the estimator says)."""
+    advantages: tuple[float, ...]
+    """A per token, in reward units (or what the estimator says); NaN where untrained. One number
+    for all of a trajectory's tokens, unless the estimator gives credit by turn or by token."""
     temperature: float
     """At which ids were sampled; the trainer scores at the same."""
+    taskset: str = ""
+    """Of its task: names the algorithm that trains the row. "" = the run's."""
+    prox_logprobs: tuple[float, ...] = ()
+    """The trainer's own log-probabilities, in nats, by the weights that sampled each token; NaN
+    where untrained or not measured. () = not measured at all."""
 
 
 # --------------------------------------------------------------------------- layouts

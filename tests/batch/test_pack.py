@@ -33,7 +33,7 @@ def sample(
         trained=tuple(bool(t) for t in trained),
         logprobs=tuple(-float(i) if t else math.nan for i, t in enumerate(trained)),
         versions=tuple(i if t else -1 for i, t in enumerate(trained)),
-        advantage=advantage,
+        advantages=tuple(advantage if t else math.nan for t in trained),
         temperature=temperature,
     )
 
@@ -203,7 +203,7 @@ def test_every_trained_token_is_packed_once_with_its_own_behaviour_and_context(
             assert micro.targets[k] == rows[r].ids[t]
             assert micro.behaviour[k] == rows[r].logprobs[t]
             assert micro.version[k] == rows[r].versions[t]
-            assert micro.advantage[k] == rows[r].advantage
+            assert micro.advantage[k] == rows[r].advantages[t]
             assert micro.temperature[k] == np.float32(rows[r].temperature)
     assert len(found) == len(wanted) and set(found) == wanted
     owners = [r for micro in micros for r in sorted(set(micro.row.tolist()))]
@@ -269,10 +269,10 @@ def test_nested_prompts_share_every_stretch() -> None:
                 trained=(False, True),
                 logprobs=(-1.0,),
                 versions=(0, 0),
-                advantage=1.0,
+                advantages=(math.nan, 1.0),
                 temperature=1.0,
             ),
-            r"have lengths \[2, 2, 1, 2\]",
+            r"have lengths \[2, 2, 1, 2, 2\]",
         ),
     ],
 )

@@ -90,7 +90,8 @@ def test_a_two_turn_trajectory_is_one_row_of_the_very_ids_that_were_sampled() ->
     assert row.trained == (False, False, True, True, False, True)
     assert masked(row, row.logprobs) == [-3.0, -4.0, -6.0]
     assert masked(row, row.versions) == [3, 4, 6]
-    assert (row.trajectory_id, row.ordinal, row.advantage, row.temperature) == ("0/0", 0, 0.5, 0.7)
+    assert (row.trajectory_id, row.ordinal, row.taskset, row.temperature) == ("0/0", 0, "toy", 0.7)
+    assert masked(row, row.advantages) == [0.5, 0.5, 0.5]
 
 
 def test_the_sampled_end_of_turn_is_trained() -> None:
@@ -105,6 +106,7 @@ def test_untrained_positions_hold_nan_and_version_minus_one() -> None:
     (row,) = rows(trajectory(given(0, None, 1), sampled(1, 0, 3, 9, untrained_tail=1)))
     assert row.trained == (False, True, False)
     assert [math.isnan(x) for x in row.logprobs] == [True, False, True]
+    assert [math.isnan(x) for x in row.advantages] == [True, False, True]
     assert row.versions == (-1, 3, -1)
 
 
@@ -139,7 +141,7 @@ def test_a_root_of_its_own_is_a_row_of_its_own() -> None:
         trajectory(given(0, None, 1), sampled(1, 0, 2), given(2, None, 7), sampled(3, 2, 8))
     )
     assert [row.ids for row in found] == [(1, 2), (7, 8)]
-    assert {row.advantage for row in found} == {0.5}
+    assert [masked(row, row.advantages) for row in found] == [[0.5], [0.5]]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,44 @@ def test_a_missing_advantage_names_its_trajectory() -> None:
     good = trajectory(given(0, None, 1), sampled(1, 0, 2), id="3/1")
     with pytest.raises(ContractError, match=r"trajectory 3/1 of group 0 has no finite advantage"):
         samples([group(good)], {})
+
+
+def test_credit_by_token_goes_to_the_tokens_of_its_node() -> None:
+    """By node id, one number per token; a node that two branches share is credited once."""
+    t = trajectory(
+        given(0, None, 1), sampled(1, 0, 2, 3), sampled(2, 1, 4), given(3, 1, 5), sampled(4, 3, 6)
+    )
+    credit = {1: (0.25, -0.5), 2: (1.0,), 4: (2.0,)}
+    first, second = samples([group(t)], {t.id: credit})
+    assert masked(first, first.advantages) == [0.25, -0.5, 1.0]
+    assert masked(second, second.advantages) == [2.0]
+    for row in (first, second):
+        assert all(
+            math.isnan(a) for a, on in zip(row.advantages, row.trained, strict=True) if not on
+        )
+
+
+def test_credit_of_untrained_tokens_is_never_read() -> None:
+    t = trajectory(given(0, None, 1), sampled(1, 0, 3, 9, untrained_tail=1))
+    (row,) = samples([group(t)], {t.id: {1: (0.5, NAN)}})
+    assert masked(row, row.advantages) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("credit", "message"),
+    [
+        ({}, "has 0 advantages for the 2 tokens of its node 1"),
+        ({1: (1.0,)}, "has 1 advantages for the 2 tokens of its node 1"),
+        ({1: (1.0, NAN)}, r"got nan for token 1 of node 1"),
+        ({1: (math.inf, 1.0)}, r"got inf for token 0 of node 1"),
+    ],
+)
+def test_credit_that_does_not_fit_its_node_is_located(
+    credit: dict[int, tuple[float, ...]], message: str
+) -> None:
+    t = trajectory(given(0, None, 1), sampled(1, 0, 2, 3), id="3/1")
+    with pytest.raises(ContractError, match=rf"trajectory 3/1 of group 0 .*{message}"):
+        samples([group(t)], {t.id: credit})
 
 
 def test_a_trained_first_token_is_refused() -> None:

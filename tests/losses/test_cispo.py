@@ -8,24 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.losses import build
 from treadle.losses import LossOutput, cispo_loss
 
 
 def run(
     logp: list[float], behaviour: list[float], advantage: list[float], **options: float
 ) -> tuple[LossOutput, Tensor]:
-    x = torch.tensor(logp, requires_grad=True)
-    out = cispo_loss(
-        x,
-        torch.tensor(behaviour),
-        torch.tensor(advantage),
-        torch.ones(len(logp), dtype=torch.bool),
-        num_global_tokens=1,
-        **options,
-    )
-    out.loss.backward()
-    assert x.grad is not None
-    return out, x.grad
+    """Every token weighs 1."""
+    return build.run(cispo_loss, logp, behaviour, advantage, weight=1.0, **options)
 
 
 OLD, NEW, A = [-1.0, -1.0, -3.0], [-1.69315, -1.0, -0.69741], [1.0, -1.0, -4.0]
@@ -39,11 +30,12 @@ def test_reference_values_with_cap_five_and_no_floor() -> None:
     assert out.stats["clipped_tokens"].item() == 1
 
 
-def test_reference_value_with_another_cap() -> None:
-    """Cap 1.2 on the third token: value -3.347568, gradient 4.8."""
-    out, grad = run(NEW[2:], OLD[2:], A[2:], ratio_max=1.2)
-    assert out.loss.item() == pytest.approx(-3.347568, abs=1e-5)
-    assert grad.item() == pytest.approx(4.8)
+def test_reference_values_with_bounds_on_both_sides() -> None:
+    """Bounds .2/.2: [1.35452, -1, -3.347568], gradient [-.8, 1, 4.8]."""
+    out, grad = run(NEW, OLD, A, ratio_min=0.8, ratio_max=1.2)
+    assert out.loss.item() == pytest.approx(-2.99305, abs=1e-5)
+    assert torch.allclose(grad, torch.tensor([-0.8, 1.0, 4.8]), atol=1e-5)
+    assert out.stats["clipped_tokens"].item() == 2
 
 
 def test_a_capped_token_keeps_its_gradient() -> None:
@@ -91,12 +83,6 @@ def test_the_two_bounds_of_the_mask_belong_to_their_own_sign() -> None:
 
 
 def test_dropped_tokens_stay_in_the_denominator() -> None:
-    x = torch.tensor([-0.3, -1.0], requires_grad=True)
-    mask = torch.tensor([True, True])
-    out = cispo_loss(
-        x, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 1.0]), mask, num_global_tokens=2
-    )
-    out.loss.backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.0, -0.5]
+    out, grad = build.run(cispo_loss, [-0.3, -1.0], [-1.0, -1.0], [1.0, 1.0])
+    assert grad.tolist() == [0.0, -0.5]
     assert out.stats["num_tokens"].item() == 2

@@ -8,24 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.losses import build
 from treadle.losses import LossOutput, ppo_clip_loss
 
 
 def run(
     logp: list[float], behaviour: list[float], advantage: list[float], **options: float
 ) -> tuple[LossOutput, Tensor]:
-    x = torch.tensor(logp, requires_grad=True)
-    out = ppo_clip_loss(
-        x,
-        torch.tensor(behaviour),
-        torch.tensor(advantage),
-        torch.ones(len(logp), dtype=torch.bool),
-        num_global_tokens=1,
-        **options,
-    )
-    out.loss.backward()
-    assert x.grad is not None
-    return out, x.grad
+    """Every token weighs 1."""
+    return build.run(ppo_clip_loss, logp, behaviour, advantage, weight=1.0, **options)
 
 
 def test_reference_values() -> None:
@@ -64,13 +55,22 @@ def test_raising_the_upper_bound_alone_frees_only_positive_advantages() -> None:
 
 
 def test_clipped_tokens_stay_in_the_denominator() -> None:
-    x = torch.tensor([math.log(2.0) - 1, -1.0], requires_grad=True)
-    ppo_clip_loss(
-        x,
-        torch.tensor([-1.0, -1.0]),
-        torch.tensor([1.0, 1.0]),
-        torch.tensor([True, True]),
-        num_global_tokens=2,
-    ).loss.backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.0, -0.5]
+    _, grad = build.run(ppo_clip_loss, [math.log(2.0) - 1, -1.0], [-1.0, -1.0], [1.0, 1.0])
+    assert grad.tolist() == [0.0, -0.5]
+
+
+def test_the_dual_clip_bounds_what_a_large_ratio_can_do_to_a_bad_token() -> None:
+    """The reference values with c = 3: [-.5, 1, 12]; only the third token's gradient is cut."""
+    logp, behaviour, advantage = [-1.69315, -1.0, -0.69741], [-1.0, -1.0, -3.0], [1.0, -1.0, -4.0]
+    out, grad = run(logp, behaviour, advantage, dual_clip=3.0)
+    assert out.loss.item() == pytest.approx(12.5, abs=1e-4)
+    assert torch.allclose(grad, torch.tensor([-0.5, 1.0, 0.0]), atol=1e-4)
+    assert out.stats["dropped_negative"].item() == 1
+
+
+def test_the_dual_clip_leaves_good_tokens_alone() -> None:
+    plain, dual = (
+        run([math.log(r) - 1], [-1.0], [2.0], clip_high=9.0, dual_clip=c)[1].item()
+        for r, c in ((5.0, 0.0), (5.0, 3.0))
+    )
+    assert plain == dual == pytest.approx(-10.0)

@@ -128,7 +128,7 @@ def rows_of(group: Group) -> list[Sample]:
             Sample(
                 trajectory_id=t.id,
                 ordinal=group.ordinal,
-                advantage=t.sample - 0.5,
+                advantages=tuple(t.sample - 0.5 if on else math.nan for on in columns["trained"]),
                 temperature=t.sampling.temperature,
                 **columns,
             )

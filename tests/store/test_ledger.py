@@ -89,6 +89,35 @@ def test_the_order_of_samples_is_the_trainers(store):
     assert store.samples_of_step(1) == samples
 
 
+def test_what_differs_from_token_to_token_is_kept_and_what_does_not_is_one_number(store):
+    """Credit by turn, the trainer's own logprobs and the task set come back bit for bit."""
+    store.start_group(0, make_task(0))
+    group = make_group(0)
+    store.publish_group(group)
+    plain, varied = rows_of(group)
+    places = [i for i, t in enumerate(varied.trained) if t]
+    assert len(places) > 1
+    varied = replace(
+        varied,
+        advantages=tuple(0.1 * i if i in places else math.nan for i in range(len(varied.ids))),
+        prox_logprobs=tuple(
+            (math.nan if i == places[0] else -0.3 * i) if i in places else math.nan
+            for i in range(len(varied.ids))
+        ),
+        taskset="add#2",
+    )
+    store.commit_step(1, version=1, ordinals=[0], samples=[plain, varied], metrics={})
+    assert store.samples_of_step(1) == [plain, varied]
+    db = sqlite3.connect(store.run_dir / "run.db")
+    (one, none), (mean, data) = db.execute(
+        "SELECT advantage, data FROM samples ORDER BY position"
+    ).fetchall()
+    db.close()
+    assert none is None and data is not None
+    assert one == plain.advantages[plain.trained.index(True)]
+    assert mean == pytest.approx(sum(0.1 * i for i in places) / len(places))
+
+
 def test_branches_that_share_a_trained_node_are_kept_by_reference(store):
     """A shared node is trained in one branch; only the mask of the other is stored."""
     nodes = (
@@ -110,7 +139,7 @@ def test_branches_that_share_a_trained_node_are_kept_by_reference(store):
         trained=(False, False, True, True, False, True),
         logprobs=(n, n, p[2], p[3], n, p[5]),
         versions=(-1, -1, 0, 0, -1, 0),
-        advantage=0.25,
+        advantages=(n, n, 0.25, 0.25, n, 0.25),
         temperature=0.7,
     )
     right = replace(
@@ -118,6 +147,7 @@ def test_branches_that_share_a_trained_node_are_kept_by_reference(store):
         ids=(1, 2, 5, 6, 9, 10, 11),
         trained=(False, False, False, False, False, True, True),
         logprobs=(n, n, n, n, n, p[7], p[8]),
+        advantages=(n, n, n, n, n, 0.25, 0.25),
         versions=(-1, -1, -1, -1, -1, 0, 0),
     )
     cut = replace(
@@ -126,6 +156,7 @@ def test_branches_that_share_a_trained_node_are_kept_by_reference(store):
         trained=left.trained[:3],
         logprobs=left.logprobs[:3],
         versions=(-1, -1, 0),
+        advantages=left.advantages[:3],
     )
     store.commit_step(1, version=1, ordinals=[0], samples=[left, right, cut], metrics={})
     assert store.samples_of_step(1) == [left, right, cut]
@@ -205,6 +236,7 @@ def test_published_groups_wait_oldest_version_first(store):
         (lambda s: commit(s, 2, ordinals=[1, 1]), "consumes a group twice"),
         (lambda s: commit(s, 2, ordinals=[]), "which it does not consume"),
         (lambda s: commit(s, 2, advantage=math.nan), "advantage of trajectory 1/0 is nan"),
+        (lambda s: commit(s, 2, columns={"advantages": ()}), "tokens and 0 advantages"),
         (lambda s: commit(s, 2, id="1/9"), "no stored trajectory 1/9"),
         (lambda s: commit(s, 2, id="0/0"), "no stored trajectory 0/0"),
         (lambda s: commit(s, 2, metrics={"loss": "low"}), "loss of train is not a number"),
@@ -223,8 +255,10 @@ def test_a_call_out_of_order_changes_nothing(store, call, message):
     assert dump(store) == before
 
 
-def commit(store, step, *, version=2, ordinals=(1,), advantage=0.5, id="1/0", **more):
-    sample = replace(rows_of(make_group(1))[0], advantage=advantage, trajectory_id=id)
+def commit(store, step, *, version=2, ordinals=(1,), advantage=0.5, id="1/0", columns=(), **more):
+    sample = rows_of(make_group(1))[0]
+    values = tuple(advantage if t else math.nan for t in sample.trained)
+    sample = replace(sample, trajectory_id=id, **({"advantages": values} | dict(columns)))
     more = {"metrics": {}} | more
     store.commit_step(step, version=version, ordinals=ordinals, samples=[sample], **more)
 

@@ -120,13 +120,18 @@ def test_a_directory_without_a_run_is_named_and_left_alone(tmp_path):
     [
         (
             "PRAGMA user_version = 99",
-            "store schema 99; this Treadle reads schema 1",
+            "store schema 99; this Treadle reads schema 2",
             "newer Treadle",
+        ),
+        (
+            "PRAGMA user_version = 1",
+            "store schema 1; this Treadle reads schema 2",
+            "the Treadle that wrote it",
         ),
         ("PRAGMA application_id = 7", "database of another program", "made by `treadle train`"),
     ],
 )
-def test_a_newer_schema_or_another_programs_file_is_refused(
+def test_another_schema_or_another_programs_file_is_refused(
     store, run_dir, change, message, hint, readonly
 ):
     store.close()

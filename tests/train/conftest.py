@@ -120,7 +120,7 @@ class ToyPolicy:
             trained=(False,) * given + (True,) * made,
             logprobs=tuple(logprobs),
             versions=(-1,) * given + (version,) * made,
-            advantage=advantage,
+            advantages=(math.nan,) * given + (advantage,) * made,
             temperature=temperature,
         )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from treadle.advantage import ESTIMATORS
+from treadle.batch import spread
 from treadle.config import LearnConfig
 from treadle.train import Trainer
 
@@ -33,7 +34,10 @@ def rewards_of_a_run(
             scores = [sum(t == prompt + 4 for t in row.ids[1:]) / 2 for row in rows]
             total += sum(scores)
             values = ESTIMATORS[estimator](scores)
-            batch += [replace(r, advantage=sign * a) for r, a in zip(rows, values, strict=True)]
+            batch += [
+                replace(r, advantages=spread(sign * a, r.trained))
+                for r, a in zip(rows, values, strict=True)
+            ]
         trainer.step(batch, step=step, guard=step == 0)
         means.append(total / 32)
     return means

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.batch import pack
+from treadle.batch import pack, spread
 from treadle.config import LearnConfig, LoraConfig
 from treadle.models import tiny
 from treadle.models.load import load
@@ -58,7 +58,9 @@ def sampled(policy: Policy, *, temperature: float = 1.0) -> list[Sample]:
                     trained=(False,) * len(prompt) + (True,) * made,
                     logprobs=tuple(logprobs),
                     versions=(-1,) * len(prompt) + (0,) * made,
-                    advantage=(1.0, -1.0, 0.5, -0.5)[i],
+                    advantages=spread(
+                        (1.0, -1.0, 0.5, -0.5)[i], [*(False for _ in prompt), *(True,) * made]
+                    ),
                     temperature=temperature,
                 )
             )

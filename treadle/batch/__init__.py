@@ -1,9 +1,19 @@
 """From trajectories to what one optimiser step sees. No torch.
 
-Takes: Groups and advantages. Gives: Samples (one per branch) and MicroBatches.
+Takes: Groups and advantages. Gives: Samples (one per branch), the weight of their tokens, and
+MicroBatches.
 """
 
 from treadle.batch.pack import MicroBatch, pack
-from treadle.batch.rows import samples
+from treadle.batch.rows import Advantage, samples, spread
+from treadle.batch.weights import AGGREGATIONS, token_weights
 
-__all__ = ["MicroBatch", "pack", "samples"]
+__all__ = [
+    "AGGREGATIONS",
+    "Advantage",
+    "MicroBatch",
+    "pack",
+    "samples",
+    "spread",
+    "token_weights",
+]

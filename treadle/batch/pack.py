@@ -2,7 +2,7 @@
 
 Guarantees:
 - every sample is in exactly one micro-batch, every trained token in it exactly once, with its own
-  behaviour logprob, advantage, temperature and version;
+  behaviour logprob, advantage, weight, temperature and version;
 - a micro-batch holds at most `micro_tokens` packed tokens, unless one row alone is longer: it then
   stands alone and a warning names it. Nothing is ever cut;
 - rows of different groups share no segment, so no token can attend to a neighbour;
@@ -20,6 +20,7 @@ Takes: Samples. Gives: MicroBatches of numpy arrays; torch is not needed here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.batch.tree import PromptTree, build_layout
+from treadle.batch.weights import token_weights
 from treadle.errors import ContractError
 from treadle.types import Layout, Sample
 
@@ -50,12 +52,18 @@ class MicroBatch:
     """[n] log mu(target) in nats; NaN for demonstrations, which were not sampled."""
     advantage: NDArray[np.float32]
     """[n]"""
+    weight: NDArray[np.float32]
+    """[n] what the token's loss is multiplied by; its denominators are those of the whole step."""
+    prox: NDArray[np.float32]
+    """[n] the trainer's log-probability by the weights that sampled; NaN where not measured."""
     temperature: NDArray[np.float32]
     """[n] sampling temperature."""
     version: NDArray[np.int64]
     """[n] policy version that sampled the target; -1 for demonstrations."""
     row: NDArray[np.int64]
     """[n] index of the target's sample in the sequence that was packed."""
+    sequence: NDArray[np.int64]
+    """[n] the same, counted from 0 within this micro-batch: a row is never cut over two."""
     position: NDArray[np.int64]
     """[n] index of the target in its sample's ids."""
 
@@ -70,7 +78,9 @@ class MicroBatch:
         return len(self.targets)
 
 
-def pack(samples: Sequence[Sample], *, micro_tokens: int) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[Sample], *, micro_tokens: int, weights: Sequence[float] | None = None
+) -> list[MicroBatch]:
     """Pack by groups, first fit in the order of the samples.
 
     Rows of one group (equal `ordinal`) form a tree over their prompts, the tokens before the first
@@ -80,12 +90,19 @@ def pack(samples: Sequence[Sample], *, micro_tokens: int) -> list[MicroBatch]:
     Args:
         samples: rows of one step, any order; each has a trained token and trained[0] is False.
         micro_tokens: packed tokens per micro-batch, shared prompts counted once.
+        weights: of each sample's trained tokens, by `token_weights` over the whole step; None =
+            these samples are the whole step, and every token weighs the same.
 
     Raises:
-        ContractError: fields of a sample differ in length, no token is trained, or the first is.
+        ContractError: fields of a sample differ in length, no token is trained, the first is, or
+            a trained token has no advantage.
     """
     for sample in samples:
         _check(sample)
+    if weights is None:
+        weights = token_weights(samples, "token_mean")
+    elif len(weights) != len(samples):
+        raise ContractError(f"{len(samples)} samples came with {len(weights)} weights")
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.ordinal, []).append(row)
@@ -100,7 +117,7 @@ def pack(samples: Sequence[Sample], *, micro_tokens: int) -> list[MicroBatch]:
                 room.append(micro_tokens)
             bins[place].append(part)
             room[place] -= cost
-    return [_micro_batch(samples, parts) for parts in bins]
+    return [_micro_batch(samples, weights, parts) for parts in bins]
 
 
 def _split(
@@ -130,7 +147,9 @@ def _split(
     return parts
 
 
-def _micro_batch(samples: Sequence[Sample], parts: list[list[int]]) -> MicroBatch:
+def _micro_batch(
+    samples: Sequence[Sample], weights: Sequence[float], parts: list[list[int]]
+) -> MicroBatch:
     rows = [row for part in parts for row in part]
     layout, places = build_layout(
         [[(samples[row].ids, len(_prompt(samples[row]))) for row in part] for part in parts]
@@ -160,10 +179,13 @@ def _micro_batch(samples: Sequence[Sample], parts: list[list[int]]) -> MicroBatc
         index=np.concatenate([p[t - 1] for p, t in zip(places, trained, strict=True)]),
         targets=ints([sample.ids for sample in chosen]),
         behaviour=floats([sample.logprobs for sample in chosen]),
-        advantage=per_row([sample.advantage for sample in chosen]),
+        advantage=floats([sample.advantages for sample in chosen]),
+        weight=per_row([weights[row] for row in rows]),
+        prox=floats([s.prox_logprobs or (math.nan,) * len(s.ids) for s in chosen]),
         temperature=per_row([sample.temperature for sample in chosen]),
         version=ints([sample.versions for sample in chosen]),
         row=np.repeat(np.asarray(rows, dtype=np.int64), counts),
+        sequence=np.repeat(np.arange(len(rows), dtype=np.int64), counts),
         position=np.concatenate(trained).astype(np.int64),
     )
 
@@ -173,11 +195,12 @@ def _prompt(sample: Sample) -> tuple[int, ...]:
 
 
 def _check(sample: Sample) -> None:
-    lengths = [len(x) for x in (sample.ids, sample.trained, sample.logprobs, sample.versions)]
+    fields = (sample.ids, sample.trained, sample.logprobs, sample.versions, sample.advantages)
+    lengths = [len(x) for x in (*fields, *([sample.prox_logprobs] if sample.prox_logprobs else []))]
     if len(set(lengths)) != 1:
         raise ContractError(
-            f"sample of trajectory {sample.trajectory_id}: ids, trained, logprobs and versions "
-            f"have lengths {lengths}, expected one length"
+            f"sample of trajectory {sample.trajectory_id}: ids, trained, logprobs, versions, "
+            f"advantages (and prox_logprobs) have lengths {lengths}, expected one length"
         )
     if not any(sample.trained):
         raise ContractError(
@@ -188,4 +211,13 @@ def _check(sample: Sample) -> None:
         raise ContractError(
             f"sample of trajectory {sample.trajectory_id}: its first token is marked as trained, "
             "but nothing precedes it that could predict it"
+        )
+    missing = [
+        t for t, a in enumerate(sample.advantages) if sample.trained[t] and not math.isfinite(a)
+    ]
+    if missing:
+        raise ContractError(
+            f"sample of trajectory {sample.trajectory_id}: trained token {missing[0]} of "
+            f"{len(sample.ids)} has advantage {sample.advantages[missing[0]]}",
+            hint="an estimator gives every trained token a finite advantage",
         )

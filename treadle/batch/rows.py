@@ -3,10 +3,11 @@
 Guarantees:
 - a row is the concatenation of its branch's nodes, id by id; nothing is encoded again;
 - a node that several branches share is trained in the first of them only; later branches carry its
-  tokens as context (untrained, so NaN as logprob and -1 as version);
+  tokens as context (untrained, so NaN as logprob and advantage and -1 as version);
 - a trajectory outside `Group.scored` gives no row, nor does a branch with nothing left to train.
 
-Takes: Groups and the advantage of each trajectory. Gives: Samples.
+Takes: Groups and the advantage of each trajectory, one number or one per token of its nodes.
+Gives: Samples.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from treadle.errors import ContractError
 from treadle.types import Group, Sample, Trajectory
 
+Advantage = float | Mapping[int, tuple[float, ...]]
+"""Of a trajectory: one number for all that it sampled, or by node id one number per token of the
+node (those of untrained tokens are never read)."""
 
-def samples(groups: Sequence[Group], advantages: Mapping[str, float]) -> list[Sample]:
+
+def samples(groups: Sequence[Group], advantages: Mapping[str, Advantage]) -> list[Sample]:
     """Training rows of the groups, in order of group, trajectory and branch.
 
     Args:
@@ -26,23 +31,55 @@ def samples(groups: Sequence[Group], advantages: Mapping[str, float]) -> list[Sa
         advantages: by trajectory id; every trajectory of `Group.scored` has one.
 
     Raises:
-        ContractError: an advantage is missing or not finite, a trajectory was sampled at
-            temperature 0, or the very first token of a branch is marked as trained.
+        ContractError: an advantage is missing, not finite or of another length than its node, a
+            trajectory was sampled at temperature 0, or the very first token of a branch is marked
+            as trained.
     """
     out: list[Sample] = []
     for group in groups:
         for trajectory in group.scored:
-            advantage = advantages.get(trajectory.id, math.nan)
-            if not math.isfinite(advantage):
-                raise ContractError(
-                    f"trajectory {trajectory.id} of group {group.ordinal} has no finite advantage "
-                    f"(got {advantages.get(trajectory.id)})"
-                )
-            out.extend(_rows(trajectory, group.ordinal, advantage))
+            by_node = _by_node(trajectory, group.ordinal, advantages.get(trajectory.id, math.nan))
+            out.extend(_rows(trajectory, group.ordinal, by_node))
     return out
 
 
-def _rows(trajectory: Trajectory, ordinal: int, advantage: float) -> Iterator[Sample]:
+def spread(advantage: float, trained: Sequence[bool]) -> tuple[float, ...]:
+    """One advantage for all trained tokens, NaN for the others."""
+    return tuple(advantage if t else math.nan for t in trained)
+
+
+def _by_node(
+    trajectory: Trajectory, ordinal: int, advantage: Advantage
+) -> dict[int, tuple[float, ...]]:
+    """The advantage of every token of every node with trained tokens."""
+    where = f"trajectory {trajectory.id} of group {ordinal}"
+    out: dict[int, tuple[float, ...]] = {}
+    for node in trajectory.nodes:
+        if not any(node.trained):
+            out[node.id] = (math.nan,) * len(node.ids)
+            continue
+        given = (
+            advantage.get(node.id, ())
+            if isinstance(advantage, Mapping)
+            else (advantage,) * len(node.ids)
+        )
+        if len(given) != len(node.ids):
+            raise ContractError(
+                f"{where} has {len(given)} advantages for the {len(node.ids)} tokens of its node "
+                f"{node.id}"
+            )
+        for t, value in enumerate(given):
+            if node.trained[t] and not math.isfinite(value):
+                raise ContractError(
+                    f"{where} has no finite advantage (got {value} for token {t} of node {node.id})"
+                )
+        out[node.id] = given
+    return out
+
+
+def _rows(
+    trajectory: Trajectory, ordinal: int, by_node: Mapping[int, tuple[float, ...]]
+) -> Iterator[Sample]:
     temperature = trajectory.sampling.temperature
     if not temperature > 0:
         raise ContractError(
@@ -56,12 +93,15 @@ def _rows(trajectory: Trajectory, ordinal: int, advantage: float) -> Iterator[Sa
         trained: list[bool] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        advantages: list[float] = []
         for node in branch:
             fresh = [node.id not in seen and t for t in node.trained]
             ids += node.ids
             trained += fresh
             logprobs += [x if t else math.nan for x, t in zip(node.logprobs, fresh, strict=True)]
             versions += [v if t else -1 for v, t in zip(node.versions, fresh, strict=True)]
+            values = by_node[node.id]
+            advantages += [a if t else math.nan for a, t in zip(values, fresh, strict=True)]
         seen.update(node.id for node in branch)
         if not any(trained):
             continue
@@ -77,6 +117,7 @@ def _rows(trajectory: Trajectory, ordinal: int, advantage: float) -> Iterator[Sa
             trained=tuple(trained),
             logprobs=tuple(logprobs),
             versions=tuple(versions),
-            advantage=advantage,
+            advantages=tuple(advantages),
             temperature=temperature,
+            taskset=trajectory.task.taskset,
         )

@@ -41,12 +41,14 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Check everything and estimate. Raises what a real start would raise before its first token.
 
     Returns:
-        compute, model, tasks, step, evaluation, memory, disk, template, run_dir, cautions.
+        compute, model, tasks, algorithms, step, evaluation, memory, disk, template, run_dir,
+        cautions.
     """
     tuning = machine.tune()
     from treadle import api
     from treadle.tools import load_tools
 
+    algorithms = _algorithms(config)
     mix = api.open_tasks(config)
     loaded = api.load_model(config.model)
     tools = load_tools(config.rollout.tools)
@@ -71,6 +73,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             "stop_ids": loaded.stop_ids,
         },
         "tasks": tasks,
+        "algorithms": algorithms,
         "step": _step(config, tasks),
         "evaluation": _evaluation(config, tasks),
         "memory": _memory(config, loaded, dtype, tasks),
@@ -133,6 +136,16 @@ def _taskset(
             for split, found in ((mix.split, lengths), (config.eval.split, asked_lengths))
         },
     }
+
+
+def _algorithms(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What trains the rows of each task set, with every number that it uses."""
+    from treadle.algorithms import describe, resolve_run
+    from treadle.tasks.mix import names_of
+
+    names = names_of(config.tasks)
+    found = resolve_run(config, names)
+    return {name: describe(found[name]) for name in names}
 
 
 def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -317,6 +330,10 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         for t in result["tasks"]
     ]
     lines += [
+        f"  algorithm       {name}: {_algorithm_line(found)}"
+        for name, found in result["algorithms"].items()
+    ]
+    lines += [
         f"  a step          {step['groups']} groups x {config.rollout.group_size}, up to "
         f"{step['sampled_tokens_max']:,} sampled tokens; {step['steps']} steps",
         f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
@@ -329,6 +346,19 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         *(f"  caution         {caution}" for caution in result["cautions"]),
     ]
     return "\n".join(lines)
+
+
+def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
+    def numbers(values: Mapping[str, Any]) -> str:
+        return f" ({', '.join(f'{k} {v}' for k, v in values.items())})" if values else ""
+
+    correction = algorithm["correction"]
+    return (
+        f"{algorithm['name']} = advantage {algorithm['advantage']}, loss {algorithm['loss']}"
+        f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
+        + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
+        + (f", correction{numbers(correction)}" if correction else "")
+    )
 
 
 def _memory_line(memory: Mapping[str, Any]) -> str:

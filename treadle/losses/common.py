@@ -1,7 +1,9 @@
-"""What every policy loss shares: its output, its checks, the safe log-ratio and its diagnostics.
+"""What every policy loss shares: its input, its output, the safe log-ratio, sums over rows, and its
+diagnostics.
 
 Guarantees: a value at an untrained position, NaN included, reaches neither loss, gradient nor
-statistic; ratios are finite whatever the sampler reported.
+statistic; ratios are finite whatever the sampler reported; a loss is sum(weight x loss of a token),
+so micro-batches and ranks add up.
 
 Takes: packed vectors of one micro-batch. Gives: LossOutput and the pieces to build one.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from treadle.errors import ContractError
@@ -21,51 +23,118 @@ MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """The packed tokens of one micro-batch, as every loss takes them: vectors of one length.
+
+    Where `trained` is False every other vector may hold anything, NaN included.
+    """
+
+    logp: Float[Tensor, " tokens"]
+    """log pi(token) by the current weights, with gradient. Nats, <= 0."""
+    behaviour_logp: Float[Tensor, " tokens"]
+    """log mu(token), what ratios are taken against: as the sampler reported it, at the sampling
+    temperature; or the proximal policy's, where a correction put it there. Nats."""
+    advantage: Float[Tensor, " tokens"]
+    """A, in units of the reward or of the estimator; finite where trained."""
+    trained: Bool[Tensor, " tokens"]
+    """True on tokens to learn."""
+    weight: Float[Tensor, " tokens"]
+    """What the loss of the token is multiplied by; see batch/weights.py. Its denominators are those
+    of the whole step: a local count would make the gradient depend on the packing."""
+    sequence: Int[Tensor, " tokens"]
+    """Row of the token, counted from 0; a row is whole in one micro-batch."""
+    prox_logp: Float[Tensor, " tokens"] | None = None
+    """The trainer's log-probability by the weights that sampled; NaN where not measured."""
+
+    def __post_init__(self) -> None:
+        vectors = (
+            *(self.logp, self.behaviour_logp, self.advantage, self.trained),
+            *(self.weight, self.sequence),
+            *(() if self.prox_logp is None else (self.prox_logp,)),
+        )
+        if self.logp.ndim != 1 or any(v.shape != self.logp.shape for v in vectors):
+            raise ContractError(
+                f"expected vectors of one length, got {[tuple(v.shape) for v in vectors]}"
+            )
+
+    @property
+    def used_advantage(self) -> Float[Tensor, " tokens"]:
+        """A, and 0 where untrained."""
+        return torch.where(self.trained, self.advantage, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
     loss: Float[Tensor, ""]
-    """Per trained token of the whole step; the micro-batches' losses add up to the step's."""
+    """This micro-batch's share of the step's loss: shares add up, over ranks too."""
     stats: dict[str, Float[Tensor, ""]]
     """Detached sums over the trained tokens of this micro-batch, never means: they add up, and
     the trainer divides once per step."""
 
 
-def check_inputs(
-    logp: Tensor, behaviour_logp: Tensor, advantage: Tensor, trained: Tensor, num_global_tokens: int
-) -> None:
-    """Raises ContractError: shapes differ, N < 1, or a trained token lacks what it needs."""
-    vectors = (logp, behaviour_logp, advantage, trained)
-    if logp.ndim != 1 or any(v.shape != logp.shape for v in vectors):
-        raise ContractError(
-            f"expected four vectors of one length, got {[tuple(v.shape) for v in vectors]}"
-        )
-    check_denominator(num_global_tokens)
-    missing = trained & ~torch.isfinite(behaviour_logp)
+def log_ratio(x: Tokens) -> Float[Tensor, " tokens"]:
+    """log pi - log mu in nats, clamped to +-MAX_LOG_RATIO; 0 where untrained, with no gradient.
+
+    Raises ContractError: a trained token has no behaviour logprob.
+    """
+    missing = x.trained & ~torch.isfinite(x.behaviour_logp)
     if missing.any():
         raise ContractError(
-            f"{int(missing.sum())} of {int(trained.sum())} trained tokens have no behaviour "
+            f"{int(missing.sum())} of {int(x.trained.sum())} trained tokens have no behaviour "
             f"logprob, first at index {int(missing.nonzero()[0])}",
             hint="the engine must return one per sampled token",
         )
-
-
-def check_denominator(num_global_tokens: int) -> None:
-    """Raises ContractError: N < 1."""
-    if num_global_tokens < 1:
-        raise ContractError(
-            f"num_global_tokens must be >= 1, got {num_global_tokens}: a step without trained "
-            "tokens has no loss"
-        )
-
-
-def log_ratio(
-    logp: Float[Tensor, " tokens"],
-    behaviour_logp: Float[Tensor, " tokens"],
-    trained: Bool[Tensor, " tokens"],
-) -> Float[Tensor, " tokens"]:
-    """log pi - log mu in nats, clamped to +-MAX_LOG_RATIO; 0 where untrained, with no gradient."""
     # Both sides are masked before the difference: NaN times a zero gradient would still be NaN.
-    logp = torch.where(trained, logp, 0.0)
-    return (logp - torch.where(trained, behaviour_logp, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    logp = torch.where(x.trained, x.logp, 0.0)
+    mu = torch.where(x.trained, x.behaviour_logp, 0.0)
+    return (logp - mu).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def weighted_sum(per_token: Float[Tensor, " tokens"], x: Tokens) -> Float[Tensor, ""]:
+    """sum(weight x loss of a token) over the trained tokens: the loss of the micro-batch."""
+    return (torch.where(x.trained, x.weight, 0.0) * torch.where(x.trained, per_token, 0.0)).sum()
+
+
+def row_sum(values: Float[Tensor, " tokens"], x: Tokens) -> Float[Tensor, " tokens"]:
+    """At each token, the sum over the trained tokens of its row."""
+    used = torch.where(x.trained, values, 0.0)
+    # There are at most as many rows as tokens: no need to ask the device how many.
+    return torch.zeros_like(used).index_add(0, x.sequence, used)[x.sequence]
+
+
+def row_mean(values: Float[Tensor, " tokens"], x: Tokens) -> Float[Tensor, " tokens"]:
+    """At each token, the mean over the trained tokens of its row."""
+    return row_sum(values, x) / row_sum(x.trained.to(values.dtype), x).clamp(min=1.0)
+
+
+def output(
+    x: Tokens,
+    per_token: Float[Tensor, " tokens"],
+    log_ratio: Float[Tensor, " tokens"],
+    *,
+    clipped: Bool[Tensor, " tokens"] | None = None,
+    dropped: Bool[Tensor, " tokens"] | None = None,
+) -> LossOutput:
+    """The loss from its per-token values, with the statistics that every policy loss reports.
+
+    Args:
+        per_token: finite also where untrained: computed from `log_ratio` and `used_advantage`.
+        clipped: tokens whose weight is capped or whose gradient is cut.
+        dropped: tokens that keep no gradient; they stay in the denominators.
+
+    Returns:
+        The loss, and the sums of `ratio_stats` plus `clipped_tokens`, `dropped_positive` and
+        `dropped_negative` (by the sign of the advantage).
+    """
+    nothing = torch.zeros_like(x.trained)
+    clipped = nothing if clipped is None else clipped & x.trained
+    dropped = nothing if dropped is None else dropped & x.trained
+    stats = ratio_stats(log_ratio, x.advantage, x.trained) | {
+        "clipped_tokens": clipped.sum().float(),
+        "dropped_positive": (dropped & (x.advantage > 0)).sum().float(),
+        "dropped_negative": (dropped & (x.advantage < 0)).sum().float(),
+    }
+    return LossOutput(loss=weighted_sum(per_token, x), stats=stats)
 
 
 def ratio_stats(

@@ -209,10 +209,11 @@ def unpack_trajectory(blob: bytes, task: Task, where: str) -> Trajectory:
 
 
 def pack_tokens(tokens: Mapping[str, Sequence[Any]]) -> bytes:
-    """Some of a sample's fields ids, trained, logprobs and versions."""
+    """Some of a sample's fields ids, trained, logprobs, versions, advantages and prox_logprobs."""
     arrays = _Writer()
-    kinds = {"ids": arrays.ints, "trained": arrays.bools, "logprobs": arrays.floats}
-    kinds["versions"] = arrays.ints
+    floats, ints = arrays.floats, arrays.ints
+    kinds = {"ids": ints, "trained": arrays.bools, "logprobs": floats, "versions": ints}
+    kinds |= {"advantages": floats, "prox_logprobs": floats}
     return arrays.close(dumps({name: kinds[name](values) for name, values in tokens.items()}))
 
 

@@ -196,26 +196,28 @@ class History:
             if db.execute("SELECT 1 FROM steps WHERE step = ?", (step,)).fetchone() is None:
                 raise StoreError(f"step {step} was not committed in {self._db.path}")
             rows = db.execute(
-                "SELECT s.trajectory_id, s.ordinal, s.leaf, s.advantage, s.temperature, s.data, "
-                "t.data FROM samples s JOIN trajectories t ON t.id = s.trajectory_id "
+                "SELECT s.trajectory_id, s.ordinal, s.leaf, s.taskset, s.advantage, s.temperature, "
+                "s.data, t.data FROM samples s JOIN trajectories t ON t.id = s.trajectory_id "
                 "WHERE s.step = ? ORDER BY s.position",
                 (step,),
             ).fetchall()
             tasks = {row[1]: _task(db, row[1]) for row in rows}
         samples = []
-        for id, ordinal, leaf, advantage, temperature, data, stored in rows:
+        for id, ordinal, leaf, taskset, advantage, temperature, data, stored in rows:
             where = f"sample of trajectory {id}"
             tokens = {} if data is None else encode.unpack_tokens(data, where)
             if leaf is not None:
                 whole = encode.unpack_trajectory(stored, tasks[ordinal], where)
-                tokens = branch_tokens(branches(whole)[leaf], tokens.get("trained"))
+                branch = branch_tokens(branches(whole)[leaf], tokens.get("trained"))
+                tokens = tokens | branch
+            alike = tuple(advantage if t else math.nan for t in tokens["trained"])
             samples.append(
                 Sample(
                     trajectory_id=id,
                     ordinal=ordinal,
-                    advantage=advantage,
                     temperature=temperature,
-                    **tokens,
+                    taskset=taskset,
+                    **({"advantages": alike} | tokens),
                 )
             )
         return samples

@@ -18,6 +18,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from treadle.errors import ContractError
 from treadle.store import encode
@@ -207,8 +208,16 @@ def _put_samples(
                 f"step {step} trains trajectory {id} of group {sample.ordinal}, which it does not "
                 f"consume: {sorted(ordinals)}"
             )
-        if not math.isfinite(sample.advantage):
-            raise ContractError(f"the advantage of trajectory {id} is {sample.advantage}")
+        if len(sample.advantages) != len(sample.trained):
+            raise ContractError(
+                f"a row of trajectory {id} has {len(sample.trained)} tokens and "
+                f"{len(sample.advantages)} advantages"
+            )
+        values = [a for a, t in zip(sample.advantages, sample.trained, strict=True) if t]
+        if bad := [a for a in values if not math.isfinite(a)]:
+            raise ContractError(f"the advantage of trajectory {id} is {bad[0]}")
+        if not values:
+            raise ContractError(f"a row of trajectory {id} has no trained token")
         if id not in known:
             row = db.execute(
                 "SELECT t.data, p.task FROM trajectories t JOIN prompts p USING (ordinal) "
@@ -218,28 +227,39 @@ def _put_samples(
             if row is None:
                 raise ContractError(f"group {sample.ordinal} has no stored trajectory {id}")
             known[id] = encode.unpack_trajectory(row[0], encode.load_task(row[1]), id)
-        leaf, data = _reference(sample, known[id])
+        leaf, tokens = _reference(sample, known[id])
+        if len(set(values)) > 1:
+            tokens["advantages"] = sample.advantages
+        if sample.prox_logprobs:
+            tokens["prox_logprobs"] = sample.prox_logprobs
+        data = encode.pack_tokens(tokens) if tokens else None
+        # One number says it all unless the tokens differ; then it is their mean, for people.
+        mean = math.fsum(values) / len(values) if "advantages" in tokens else values[0]
         db.execute(
-            "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (step, position, id, sample.ordinal, leaf, sample.advantage, sample.temperature, data),
+            "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(step, position, id, sample.ordinal, leaf, sample.taskset, mean),
+                *(sample.temperature, data),
+            ),
         )
 
 
-def _reference(sample: Sample, trajectory: Trajectory) -> tuple[int | None, bytes | None]:
-    """Leaf and data that give the sample back exactly, as small as they can be.
+def _reference(
+    sample: Sample, trajectory: Trajectory
+) -> tuple[int | None, dict[str, tuple[Any, ...]]]:
+    """Leaf and tokens that give the sample back exactly, as small as they can be.
 
     A branch as it stands is its leaf alone; one whose shared nodes are trained elsewhere adds
     its mask; any other row is kept whole.
     """
     for leaf, branch in branches(trajectory).items():
         if _same(sample, branch_tokens(branch)):
-            return leaf, None
+            return leaf, {}
         if len(sample.trained) == sum(len(node.ids) for node in branch) and _same(
             sample, branch_tokens(branch, sample.trained)
         ):
-            return leaf, encode.pack_tokens({"trained": sample.trained})
-    whole = {name: getattr(sample, name) for name in ("ids", "trained", "logprobs", "versions")}
-    return None, encode.pack_tokens(whole)
+            return leaf, {"trained": sample.trained}
+    return None, {n: getattr(sample, n) for n in ("ids", "trained", "logprobs", "versions")}
 
 
 def _same(sample: Sample, tokens: Mapping[str, tuple]) -> bool:

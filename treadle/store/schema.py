@@ -27,7 +27,7 @@ from treadle.errors import StoreError
 
 APPLICATION_ID = 0x54524431
 """SQLite's application id of a run: "TRD1"."""
-VERSION = 1
+VERSION = 2
 """Of the schema. +1 with every change of a table or of the meaning of a column."""
 
 TABLES = """
@@ -65,7 +65,8 @@ CREATE TABLE steps (
 CREATE TABLE samples (
     step INTEGER NOT NULL REFERENCES steps (step), position INTEGER NOT NULL,
     trajectory_id TEXT NOT NULL REFERENCES trajectories (id), ordinal INTEGER NOT NULL,
-    leaf INTEGER, advantage REAL NOT NULL, temperature REAL NOT NULL, data BLOB,
+    leaf INTEGER, taskset TEXT NOT NULL, advantage REAL NOT NULL, temperature REAL NOT NULL,
+    data BLOB,
     PRIMARY KEY (step, position), CHECK (leaf IS NOT NULL OR data IS NOT NULL)
 ) WITHOUT ROWID;
 CREATE INDEX samples_by_trajectory ON samples (trajectory_id);

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.batch import MicroBatch
+from treadle.losses import Tokens
 from treadle.types import Layout, ModelShape
 
 
@@ -49,18 +50,15 @@ class TrainablePolicy(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
-    """One micro-batch after its forward; all vectors are [n], on the policy's device."""
+class Forward(Tokens):
+    """One micro-batch after its forward: what a loss takes, on the policy's device, and more.
 
-    logp: Tensor
-    """log pi(target) in nats at the sampling temperature, float32, with gradient."""
+    `trained` is all True, as packing keeps trained tokens only; `behaviour_logp` is NaN for
+    demonstrations.
+    """
+
     entropy: Tensor
     """Entropy in nats over the full vocabulary, float32, detached."""
-    behaviour: Tensor
-    """log mu(target) in nats; NaN for demonstrations."""
-    advantage: Tensor
-    trained: Tensor
-    """All True: packing keeps trained tokens only."""
 
 
 def forward(policy: TrainablePolicy, micro: MicroBatch) -> Forward:
@@ -80,7 +78,10 @@ def forward(policy: TrainablePolicy, micro: MicroBatch) -> Forward:
     return Forward(
         logp=logp,
         entropy=entropy,
-        behaviour=torch.tensor(micro.behaviour, device=device),
+        behaviour_logp=torch.tensor(micro.behaviour, device=device),
         advantage=torch.tensor(micro.advantage, device=device),
         trained=torch.ones_like(targets, dtype=torch.bool),
+        weight=torch.tensor(micro.weight, device=device),
+        sequence=torch.tensor(micro.sequence, device=device),
+        prox_logp=torch.tensor(micro.prox, device=device),
     )

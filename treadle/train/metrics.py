@@ -1,7 +1,7 @@
 """Every metric of a training step: name, unit, definition; and the sums they are made of.
 
 Means are over the trained tokens of the whole step: micro-batches add up their sums, and one
-division follows. `METRICS` is what docs/metrics.md prints.
+division follows. What is not defined for a step is absent.
 
 Takes: sums. Gives: a dict of floats by documented name.
 """
@@ -14,16 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
+from treadle.schedule.lag import token_lags
+from treadle.train.mismatch import METRICS as MISMATCH
+from treadle.train.mismatch import mismatch_metrics
 from treadle.train.optim import Update
 
 Scored = tuple[MicroBatch, NDArray[np.float32]]
 """A micro-batch with the trainer's log-probabilities [n] of its targets, before the update."""
 
 METRICS: dict[str, str] = {
-    "loss/total": "policy loss of the step per trained token, in units of the advantage; its sign "
-    "and size mean little, only its gradient is used",
+    "loss/total": "loss of the step, tokens weighed by its aggregation, in units of the advantage; "
+    "its sign and size mean little, only its gradient is used",
     "loss/clipped_frac": "share of trained tokens that the loss clips: weight capped (cispo) or "
     "gradient cut (ppo_clip); lower is better, 0 on-policy",
+    "loss/ce_nats": "mean negative log-likelihood of the demonstrated tokens",
     "loss/dropped_positive_frac": "share of the tokens with A > 0 whose gradient the loss drops",
     "loss/dropped_negative_frac": "share of the tokens with A < 0 whose gradient the loss drops",
     "grad/norm": "global L2 norm of the gradient before clipping",
@@ -40,7 +44,8 @@ METRICS: dict[str, str] = {
     "lag/mean_versions": "mean lag of the trained tokens: version trained minus version sampled",
     "lag/max_versions": "largest lag of a trained token",
     "advantage/abs_mean": "mean |advantage| of the trained tokens",
-    "tokens/trained": "trained tokens of the step: the denominator N of the loss",
+    "tokens/trained": "trained tokens of rollouts of the step: N of token_mean",
+    "tokens/demonstrated": "trained tokens of demonstrations of the step",
     "tokens/packed": "tokens computed, shared prompts counted once per micro-batch",
     "batch/rows": "training rows (branches) of the step",
     "batch/micro_batches": "forward and backward passes of the step",
@@ -52,7 +57,20 @@ METRICS: dict[str, str] = {
     "time/optimizer_s": "wall clock of clipping, AdamW and the policy's refresh",
     "parity/mean_abs_nats": "mean |trainer - sampler logprob| of the guarded step, its own tokens",
     "parity/max_abs_nats": "largest |trainer - sampler logprob| of the guarded step",
+    **MISMATCH,
+    "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
+    "dropped tokens as 0, over tokens whose algorithm has one",
+    "correction/ess_frac": "effective sample size (sum w)^2 / (n sum w^2) of these factors, in "
+    "(0, 1]",
+    "correction/dropped_positive_frac": "share of the tokens with A > 0 that a correction drops; "
+    "they stay in the denominators",
+    "correction/dropped_negative_frac": "share of the tokens with A < 0 that a correction drops",
+    "correction/rejected_rows": "rows that left the step, and its denominators, as a whole",
+    "correction/rejected_rows_frac": "share of the step's rows that left it",
+    "correction/rejected_tokens": "trained tokens of these rows",
 }
+"""What docs/metrics.md prints. Absent from a step: demonstrations and corrections it does not have,
+factors that were not measured, parity of a step that was not guarded."""
 
 
 class Sums:
@@ -74,37 +92,22 @@ class Sums:
 
 
 def step_metrics(
-    scored: Sequence[Scored], sums: Sums, lags: Sequence[int], update: Update
+    scored: Sequence[Scored], sums: Sums, version: int, update: Update
 ) -> dict[str, float]:
     """Divide the sums of a step once, and add what is not a sum.
 
     Args:
         scored: every micro-batch of the step.
         sums: of the loss's statistics, entropies and times.
-        lags: of every trained token, in versions.
+        version: of the weights before the update.
         update: what the optimiser did.
     """
     micros = [micro for micro, _ in scored]
-    log_ratios = np.concatenate([logp - micro.behaviour for micro, logp in scored])
-    with np.errstate(over="ignore"):
-        ratio_max = float(np.exp(log_ratios.max()))
-    weight = sums["num_tokens"] * sums["ratio_sq"]
-    return {
+    metrics = {
         "loss/total": sums["loss"],
-        "loss/clipped_frac": sums.per("clipped_tokens", "num_tokens"),
-        "loss/dropped_positive_frac": sums.per("dropped_positive", "positive_tokens"),
-        "loss/dropped_negative_frac": sums.per("dropped_negative", "negative_tokens"),
         "grad/norm": update.grad_norm,
         "optim/lr": update.lr,
-        "policy/entropy_nats": sums.per("entropy", "num_tokens"),
-        "policy/kl_k3_nats": sums.per("k3", "num_tokens"),
-        "policy/logprob_diff_nats": sums.per("logprob_diff", "num_tokens"),
-        "ratio/mean": sums.per("ratio", "num_tokens"),
-        "ratio/max": ratio_max,
-        "ratio/ess_frac": sums["ratio"] ** 2 / weight if weight else 0.0,
-        "lag/mean_versions": sum(lags) / len(lags),
-        "lag/max_versions": float(max(lags)),
-        "advantage/abs_mean": float(np.abs(np.concatenate([m.advantage for m in micros])).mean()),
+        "policy/entropy_nats": sums["entropy"] / sum(micro.num_trained for micro in micros),
         "tokens/trained": sums["num_tokens"],
         "tokens/packed": float(sum(m.num_tokens for m in micros)),
         "batch/micro_batches": float(len(micros)),
@@ -114,3 +117,55 @@ def step_metrics(
         "time/backward_s": sums["time/backward_s"],
         "time/optimizer_s": sums["time/optimizer_s"],
     }
+    if sums["num_tokens"]:
+        metrics |= _of_rollouts(scored, sums, version) | mismatch_metrics(scored, version)
+    if sums["ce_tokens"]:
+        metrics["loss/ce_nats"] = sums.per("ce_nll", "ce_tokens")
+        metrics["tokens/demonstrated"] = sums["ce_tokens"]
+    if sums["corrected_tokens"]:
+        metrics |= {
+            "correction/weight_mean": sums.per("correction", "corrected_tokens"),
+            "correction/ess_frac": _ess(sums, "correction", "corrected_tokens"),
+            "correction/dropped_positive_frac": sums.per("masked_positive", "positive_tokens"),
+            "correction/dropped_negative_frac": sums.per("masked_negative", "negative_tokens"),
+        }
+    if sums["screened_rows"]:
+        metrics |= {
+            "correction/rejected_rows": sums["rejected_rows"],
+            "correction/rejected_rows_frac": sums.per("rejected_rows", "screened_rows"),
+            "correction/rejected_tokens": sums["rejected_tokens"],
+        }
+    return metrics
+
+
+def _of_rollouts(scored: Sequence[Scored], sums: Sums, version: int) -> dict[str, float]:
+    """What is defined for sampled tokens alone."""
+    pi, mu, advantage, versions = (
+        np.concatenate(parts)
+        for parts in zip(
+            *((logp, m.behaviour, m.advantage, m.version) for m, logp in scored), strict=True
+        )
+    )
+    sampled = versions >= 0
+    lags = token_lags(versions.tolist(), training_version=version)
+    with np.errstate(over="ignore"):
+        ratio_max = float(np.exp((pi - mu)[sampled].max()))
+    return {
+        "loss/clipped_frac": sums.per("clipped_tokens", "num_tokens"),
+        "loss/dropped_positive_frac": sums.per("dropped_positive", "positive_tokens"),
+        "loss/dropped_negative_frac": sums.per("dropped_negative", "negative_tokens"),
+        "policy/kl_k3_nats": sums.per("k3", "num_tokens"),
+        "policy/logprob_diff_nats": sums.per("logprob_diff", "num_tokens"),
+        "ratio/mean": sums.per("ratio", "num_tokens"),
+        "ratio/max": ratio_max,
+        "ratio/ess_frac": _ess(sums, "ratio", "num_tokens"),
+        "lag/mean_versions": sum(lags) / len(lags),
+        "lag/max_versions": float(max(lags)),
+        "advantage/abs_mean": float(np.abs(advantage[sampled]).mean()),
+    }
+
+
+def _ess(sums: Sums, weight: str, count: str) -> float:
+    """(sum w)^2 / (n sum w^2); 0 where all weights are 0."""
+    squares = sums[count] * sums[f"{weight}_sq"]
+    return sums[weight] ** 2 / squares if squares else 0.0

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from treadle.batch import pack
+from treadle.batch import pack, spread
 from treadle.config import LearnConfig
 from treadle.errors import DataError
 from treadle.losses import cross_entropy_loss
@@ -87,11 +87,9 @@ def sft_steps(
     optimiser = Optimiser(policy.parameters(), learn)
     for step, batch in enumerate(_batches(samples, batch_tokens, seed)):
         micros = pack(batch, micro_tokens=micro_tokens)
-        num_global_tokens = sum(micro.num_trained for micro in micros)
         total = 0.0
         for micro in micros:
-            out = forward(policy, micro)
-            result = cross_entropy_loss(out.logp, out.trained, num_global_tokens=num_global_tokens)
+            result = cross_entropy_loss(forward(policy, micro))
             result.loss.backward()
             total += float(result.loss.detach())
         if optimiser.apply(total, where=f"SFT step {step}").applied:
@@ -134,6 +132,6 @@ def demonstration_sample(index: int, ids: Sequence[int], mask: Sequence[bool]) -
         trained=tuple(mask),
         logprobs=(math.nan,) * len(ids),
         versions=(-1,) * len(ids),
-        advantage=1.0,
+        advantages=spread(1.0, mask),
         temperature=1.0,
     )

@@ -1,10 +1,12 @@
 """One optimiser step: samples in, moved weights and metrics out. Knows no sampling.
 
-    pack -> for each micro-batch: forward, loss / N, backward -> clip -> AdamW -> refresh
+    reject -> weigh -> pack -> micro-batches: forward, loss, backward -> clip -> AdamW -> refresh
 
 Guarantees:
-- N, the denominator of the loss, is counted over the whole step before anything is packed, so
-  loss and gradient do not depend on the split into micro-batches, nor on the order of rows;
+- the weight of every token is decided over the whole step before anything is packed, so loss and
+  gradient do not depend on the split into micro-batches, nor on the order of rows;
+- a row that a correction rejects has left before anything is weighed; without such a correction
+  there is one forward per row;
 - ratios are against what the sampler reported and are computed anew on every call; the samples
   are never written to;
 - a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
@@ -25,13 +27,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from treadle.algorithms import Algorithm, resolve
 from treadle.batch import MicroBatch, pack
 from treadle.config import LearnConfig
 from treadle.errors import ContractError
-from treadle.losses import POLICY_LOSSES
 from treadle.schedule.lag import token_lags
 from treadle.train.forward import TrainablePolicy, forward
 from treadle.train.metrics import Scored, Sums, step_metrics
+from treadle.train.objective import Objective
 from treadle.train.optim import Optimiser
 from treadle.train.parity import Parity, compare
 from treadle.train.parity import guard as stop_on_mismatch
@@ -44,6 +47,10 @@ NO_SAMPLES = (
 NO_ADVANTAGE = (
     "all advantages are 0: in every group the rewards are equal, so nothing is better than "
     "anything else. Make the tasks easier or harder, or the reward finer"
+)
+ALL_REJECTED = (
+    "every row was rejected by learn.correction: sampler and trainer disagree more than its bounds "
+    "allow. Look at mismatch/ of the steps before"
 )
 NOT_FINITE = "loss or gradient is not finite: weights and optimiser were left as they were"
 
@@ -61,13 +68,31 @@ class StepResult:
 
 
 class Trainer:
-    """Owns the optimiser of a policy."""
+    """Owns the optimiser of a policy, and what it minimises."""
 
-    def __init__(self, policy: TrainablePolicy, learn: LearnConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: TrainablePolicy,
+        learn: LearnConfig,
+        seed: int = 0,
+        algorithms: Mapping[str, Algorithm] | None = None,
+    ) -> None:
+        """
+        Args:
+            algorithms: by task set, "" for all others; None = what `learn` names, for all.
+
+        Raises:
+            ConfigError: `learn` names something unknown.
+        """
         self.policy = policy
         self.learn = learn
         self.seed = seed
         self.optimiser = Optimiser(policy.parameters(), learn)
+        self.objective = Objective(algorithms or {"": resolve(learn)})
+
+    def algorithm_of(self, taskset: str) -> Algorithm:
+        """What trains the rows of a task set."""
+        return self.objective.algorithm_of(taskset)
 
     def step(
         self,
@@ -94,25 +119,27 @@ class Trainer:
         version = step if version is None else version
         if not samples:
             return StepResult(skipped=True, reason=NO_SAMPLES)
-        if all(sample.advantage == 0 for sample in samples):
-            return StepResult(skipped=True, reason=NO_ADVANTAGE)
-        started = time.perf_counter()
-        micros = pack(samples, micro_tokens=self.learn.micro_tokens)
-        self._check(micros, samples)
-        versions = (int(v) for micro in micros for v in micro.version)
-        lags = token_lags(versions, training_version=version)
-        num_global_tokens = sum(micro.num_trained for micro in micros)
         sums = Sums()
-        sums.add({"time/pack_s": time.perf_counter() - started})
-        self.optimiser.clear()
-        scored: list[Scored] = []
+        micros = self._pack(samples, sums)
+        if not any(micro.advantage.any() for micro in micros):
+            return StepResult(skipped=True, reason=NO_ADVANTAGE)
+        self._check(micros, samples)
+        token_lags((int(v) for m in micros for v in m.version), training_version=version)
         devices = [self.policy.device] if self.policy.device.startswith("cuda") else []
+        self.optimiser.clear()
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((self.seed * 1_000_003 + step) % 2**63)
-            for micro in micros:
-                scored.append((micro, self._accumulate(micro, num_global_tokens, sums)))
-        agreement = None
-        if guard:
+            agreement = None
+            if self.objective.rejects(samples):
+                screened, gone = self._screen(micros, samples, sums)
+                if guard:  # of all rows: those that disagree most are about to leave
+                    agreement = self._guard(screened, samples, version)
+                samples = [sample for row, sample in enumerate(samples) if row not in gone]
+                if not samples:
+                    return StepResult(skipped=True, reason=ALL_REJECTED, parity=agreement)
+                micros = self._pack(samples, sums)
+            scored = [(micro, self._accumulate(micro, samples, sums)) for micro in micros]
+        if guard and agreement is None:
             agreement = self._guard(scored, samples, version)
 
         started = time.perf_counter()
@@ -120,7 +147,7 @@ class Trainer:
         if update.applied:
             self.policy.refresh()
         sums.add({"time/optimizer_s": time.perf_counter() - started})
-        metrics = step_metrics(scored, sums, lags, update) | {
+        metrics = step_metrics(scored, sums, version, update) | {
             "optim/updates": float(self.optimiser.updates),
             "batch/rows": float(len(samples)),
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
@@ -143,16 +170,51 @@ class Trainer:
         """Raises WeightsError: the state belongs to another policy."""
         self.optimiser.load_state_dict(state)
 
+    def _pack(self, samples: Sequence[Sample], sums: Sums) -> list[MicroBatch]:
+        started = time.perf_counter()
+        weights = self.objective.weights(samples)
+        micros = pack(samples, micro_tokens=self.learn.micro_tokens, weights=weights)
+        sums.add({"time/pack_s": time.perf_counter() - started})
+        return micros
+
+    def _keys(self, micro: MicroBatch, samples: Sequence[Sample]) -> list[str]:
+        """The algorithm of each row of the micro-batch, in order of `sequence`."""
+        firsts = np.flatnonzero(np.diff(micro.sequence, prepend=-1))
+        return [self.objective.key(samples[row].taskset) for row in micro.row[firsts]]
+
+    def _screen(
+        self, micros: Sequence[MicroBatch], samples: Sequence[Sample], sums: Sums
+    ) -> tuple[list[Scored], set[int]]:
+        """A forward of its own, and the rows that leave: they must leave the weights too."""
+        started = time.perf_counter()
+        scored: list[Scored] = []
+        gone: set[int] = set()
+        num_tokens = 0
+        for micro in micros:
+            with torch.no_grad():
+                out = forward(self.policy, micro)
+                left = self.objective.rejected(out, self._keys(micro, samples)).cpu().numpy()
+            scored.append((micro, out.logp.float().cpu().numpy()))
+            gone.update(micro.row[left].tolist())
+            num_tokens += int(left.sum())
+        sums.add(
+            {
+                "rejected_rows": len(gone),
+                "rejected_tokens": num_tokens,
+                "screened_rows": len(samples),
+                "time/forward_s": time.perf_counter() - started,
+            }
+        )
+        return scored, gone
+
     def _accumulate(
-        self, micro: MicroBatch, num_global_tokens: int, sums: Sums
+        self, micro: MicroBatch, samples: Sequence[Sample], sums: Sums
     ) -> NDArray[np.float32]:
         """Forward and backward of one micro-batch; its log-probabilities [n], detached."""
         started = time.perf_counter()
         out = forward(self.policy, micro)
         middle = time.perf_counter()
-        result = POLICY_LOSSES[self.learn.loss](
-            out.logp, out.behaviour, out.advantage, out.trained, num_global_tokens=num_global_tokens
-        )
+        result = self.objective.loss(out, self._keys(micro, samples))
         result.loss.backward()
         values = result.stats | {"loss": result.loss.detach(), "entropy": out.entropy.sum()}
         # One transfer for all of them: on a GPU each would wait for the device.
@@ -180,7 +242,9 @@ class Trainer:
                 hint="bound rollouts with model.max_context and rollout.max_new_tokens",
             )
         for micro in micros:
-            bad = np.flatnonzero(~np.isfinite(micro.behaviour) | (micro.version < 0))
+            rl = [self.algorithm_of(samples[row].taskset).term == "rl" for row in micro.row]
+            unsampled = ~np.isfinite(micro.behaviour) | (micro.version < 0)
+            bad = np.flatnonzero(np.array(rl) & unsampled)
             if len(bad):
                 sample, at = samples[int(micro.row[bad[0]])], int(micro.position[bad[0]])
                 raise ContractError(

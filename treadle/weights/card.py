@@ -61,8 +61,12 @@ def card_of(store: Store, *, step: int, template_sha256: str) -> Card:
         template_sha256=template_sha256,
         step=step,
         settings={
-            "advantage": config["learn"]["advantage"],
-            "loss": config["learn"]["loss"],
+            "algorithm": config["learn"]["algorithm"],
+            **{
+                part: found
+                for part in ("advantage", "loss", "aggregation")
+                if (found := config["learn"][part]) is not None
+            },
             "learning rate": config["learn"]["lr"],
             "LoRA rank": (config["model"]["lora"] or {}).get("rank", "none: all weights trained"),
             "group size": config["rollout"]["group_size"],

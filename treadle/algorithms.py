@@ -1,0 +1,355 @@
+"""The algorithms that a run can name: an advantage, a loss, an aggregation and a correction each.
+
+An algorithm is data: `learn.algorithm` (or `tasks.N.algorithm`, for the rows of one task set) names
+an entry of ALGORITHMS, and `learn.advantage`, `learn.loss`, `learn.aggregation`,
+`learn.loss_options` and `learn.correction` replace parts of the run's own.
+
+Guarantees: what is returned by `resolve` and `resolve_run` can run: every name is known and every
+option is one that the loss takes.
+
+Takes: LearnConfig or RunConfig. Gives: Algorithms.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from treadle.advantage import ESTIMATORS
+from treadle.batch.weights import check_aggregation
+from treadle.config import CorrectionConfig, LearnConfig, RunConfig
+from treadle.errors import ConfigError, did_you_mean
+from treadle.losses import LOSSES
+
+NONE = CorrectionConfig()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """How rewards become a gradient."""
+
+    name: str
+    advantage: str
+    """Estimator in `advantage.ESTIMATORS`; "" = it learns from demonstrations, which have none."""
+    loss: str
+    """In `losses.LOSSES`."""
+    aggregation: str
+    """In `batch.AGGREGATIONS`."""
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the loss, by its keyword; what is absent has the loss's default."""
+    correction: CorrectionConfig = NONE
+    norm_tokens: int = 0
+    """L of `seq_mean_token_sum_norm`."""
+    source: str = ""
+    """Where the definition comes from, and what was chosen where it is silent."""
+
+    @property
+    def term(self) -> str:
+        """Rows of one term share their denominators: "rl" or "ce"."""
+        return "ce" if self.loss == "cross_entropy" else "rl"
+
+
+def _table(*entries: Algorithm) -> dict[str, Algorithm]:
+    return {entry.name: entry for entry in entries}
+
+
+ALGORITHMS: dict[str, Algorithm] = _table(
+    Algorithm(
+        name="cispo",
+        advantage="group_mean",
+        loss="cispo",
+        aggregation="token_mean",
+        source="CISPO arXiv:2506.13585 with DPPO's mask arXiv:2602.04879; the default",
+    ),
+    Algorithm(
+        name="grpo",
+        advantage="grpo",
+        loss="ppo_clip",
+        aggregation="seq_mean_token_mean",
+        source="arXiv:2402.03300; no KL term",
+    ),
+    Algorithm(
+        name="dr_grpo",
+        advantage="group_mean",
+        loss="ppo_clip",
+        aggregation="seq_mean_token_sum_norm",
+        source="arXiv:2503.20783",
+    ),
+    Algorithm(
+        name="dapo",
+        advantage="grpo",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        options={"clip_high": 0.28},
+        source="arXiv:2503.14476; dynamic sampling is learn.zero_variance, the overlong penalty "
+        "reward.shaping.overlong_penalty",
+    ),
+    Algorithm(
+        name="gspo",
+        advantage="grpo",
+        loss="gspo",
+        aggregation="seq_mean_token_mean",
+        source="arXiv:2507.18071",
+    ),
+    Algorithm(
+        name="luspo",
+        advantage="grpo",
+        loss="gspo",
+        aggregation="seq_mean_token_sum",
+        options={"clip_low": 2e-3, "clip_high": 2.5e-3},
+        source="GSPO's loss times the length of the row",
+    ),
+    Algorithm(
+        name="sapo",
+        advantage="grpo",
+        loss="sapo",
+        aggregation="seq_mean_token_mean",
+        source="arXiv:2511.20347",
+    ),
+    Algorithm(
+        name="dppo_tv",
+        advantage="group_mean",
+        loss="dppo_tv",
+        aggregation="token_mean",
+        source="arXiv:2602.04879; advantage and aggregation as in the default",
+    ),
+    Algorithm(
+        name="dppo_kl",
+        advantage="group_mean",
+        loss="dppo_kl",
+        aggregation="token_mean",
+        source="arXiv:2602.04879; advantage and aggregation as in the default",
+    ),
+    Algorithm(
+        name="decoupled_ppo",
+        advantage="grpo",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        correction=CorrectionConfig(weight="token", weight_max=5.0),
+        source="AReaL arXiv:2505.24298; the ratio is against the proximal policy",
+    ),
+    Algorithm(
+        name="icepop",
+        advantage="grpo",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        options={"clip_high": 0.28},
+        correction=CorrectionConfig(weight="token", weight_max=2.0, keep_low=0.5, keep_high=2.0),
+        source="Ring-1T and GLM-5 technical reports",
+    ),
+    Algorithm(
+        name="dis",
+        advantage="grpo",
+        loss="dis",
+        aggregation="token_mean",
+        source="GLM-5 technical report, agentic training",
+    ),
+    Algorithm(
+        name="mimo",
+        advantage="group_mean",
+        loss="dis",
+        aggregation="prompt_mean",
+        options={
+            "low_positive": 0.2,
+            "high_positive": 5.0,
+            "low_negative": 0.2,
+            "high_negative": 5.0,
+        },
+        source="MiMo-V2.6 arXiv:2610.11959, its bounds at their start",
+    ),
+    Algorithm(
+        name="mai",
+        advantage="group_mean",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        options={"clip_low": 0.6, "clip_high": 1.5, "dual_clip": 50.0},
+        source="MAI-Thinking-1 report: ratios in [.4, 2.5], never beyond 50; its k at 0",
+    ),
+    Algorithm(
+        name="deepseek",
+        advantage="grpo",
+        loss="sequence_mask",
+        aggregation="seq_mean_token_mean",
+        source="DeepSeek-V3.2 technical report; no KL term",
+    ),
+    Algorithm(
+        name="kimi_pmd",
+        advantage="group_mean",
+        loss="kimi_sequence",
+        aggregation="seq_mean_token_sum",
+        source="Kimi K1.5 arXiv:2501.12599",
+    ),
+    Algorithm(
+        name="kimi_token",
+        advantage="group_mean",
+        loss="kimi_token",
+        aggregation="token_mean",
+        source="Kimi K2.5 arXiv:2602.02276",
+    ),
+    Algorithm(
+        name="prime_rl",
+        advantage="group_mean",
+        loss="prime_rl",
+        aggregation="token_mean",
+        source="PrimeIntellect-ai/prime-rl, August 2026",
+    ),
+    Algorithm(
+        name="rloo",
+        advantage="rloo",
+        loss="reinforce",
+        aggregation="seq_mean_token_sum",
+        source="arXiv:2402.14740; on-policy, no ratio; no KL in the reward",
+    ),
+    Algorithm(
+        name="reinforce",
+        advantage="reinforce",
+        loss="reinforce",
+        aggregation="token_mean",
+        source="Williams 1992, Machine Learning 8",
+    ),
+    Algorithm(
+        name="reinforce_pp",
+        advantage="reinforce_pp",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:2501.03262; no KL in the reward",
+    ),
+    Algorithm(
+        name="reinforce_pp_baseline",
+        advantage="reinforce_pp_baseline",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:2501.03262, the variant with a group baseline",
+    ),
+    Algorithm(
+        name="maxrl",
+        advantage="maxrl",
+        loss="cispo",
+        aggregation="token_mean",
+        source="estimator of arXiv:2602.02710; loss and aggregation as in the default",
+    ),
+    Algorithm(
+        name="opo",
+        advantage="opo",
+        loss="reinforce",
+        aggregation="token_mean",
+        source="arXiv:2505.23585; exactly on-policy",
+    ),
+    Algorithm(
+        name="scale_rl",
+        advantage="batch_std",
+        loss="cispo",
+        aggregation="prompt_mean",
+        options={"drop_low": 1.0, "drop_high": 1.0},
+        source="arXiv:2510.13786; ratio_max 5, of 4 to 8 that it found alike",
+    ),
+    Algorithm(
+        name="sft",
+        advantage="",
+        loss="cross_entropy",
+        aggregation="token_mean",
+        source="maximum likelihood of demonstrations",
+    ),
+)
+"""By name. A preset that differs in one number from another is a preset too: the numbers are the
+point."""
+
+
+def resolve(learn: LearnConfig, name: str = "", *, norm_tokens: int = 0) -> Algorithm:
+    """The run's algorithm, its parts replaced as `learn` says; or another one, as it stands.
+
+    Args:
+        learn: `algorithm`, and what replaces parts of it.
+        name: of another algorithm, whose rows the replacements do not touch.
+        norm_tokens: L where `learn.norm_tokens` leaves it open.
+
+    Raises:
+        ConfigError: an unknown algorithm, advantage, loss, aggregation or option of the loss.
+    """
+    wanted = name or learn.algorithm
+    if wanted not in ALGORITHMS:
+        key = "tasks.algorithm" if name else "learn.algorithm"
+        raise ConfigError(
+            f"unknown algorithm `{wanted}` in {key}", hint=did_you_mean(wanted, ALGORITHMS)
+        )
+    found = replace(ALGORITHMS[wanted], norm_tokens=learn.norm_tokens or norm_tokens)
+    if not name:
+        # Another loss has other options.
+        kept = {} if learn.loss not in (None, found.loss) else found.options
+        found = replace(
+            found,
+            advantage=found.advantage if learn.advantage is None else learn.advantage,
+            loss=learn.loss or found.loss,
+            aggregation=learn.aggregation or found.aggregation,
+            options={**kept, **learn.loss_options},
+            correction=found.correction if learn.correction is None else learn.correction,
+        )
+    _check(found)
+    return found
+
+
+def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorithm]:
+    """The algorithm of each task set, by its name; "" is the run's.
+
+    Args:
+        names: of the task sets, in the order of `config.tasks`.
+
+    Raises:
+        ConfigError: as `resolve`; or an algorithm that cannot learn from rollouts.
+    """
+    length = config.rollout.max_new_tokens
+    out = {"": resolve(config.learn, norm_tokens=length)}
+    for name, tasks in zip(names, config.tasks, strict=True):
+        out[name] = resolve(config.learn, tasks.algorithm, norm_tokens=length)
+    for algorithm in out.values():
+        if not algorithm.advantage:
+            raise ConfigError(
+                f"algorithm `{algorithm.name}` learns from demonstrations, and a run makes "
+                "rollouts: they have no advantage under it",
+                hint="--set learn.algorithm=cispo",
+            )
+    return out
+
+
+def describe(algorithm: Algorithm) -> dict[str, Any]:
+    """All that it is, defaults of the loss included, as JSON values."""
+    on = {k: v for k, v in asdict(algorithm.correction).items() if v != getattr(NONE, k)}
+    out: dict[str, Any] = {
+        "name": algorithm.name,
+        "advantage": algorithm.advantage,
+        "loss": algorithm.loss,
+        "loss_options": {**loss_options(algorithm.loss), **algorithm.options},
+        "aggregation": algorithm.aggregation,
+        "correction": on,
+    }
+    if algorithm.aggregation == "seq_mean_token_sum_norm":
+        out["norm_tokens"] = algorithm.norm_tokens
+    return out
+
+
+def loss_options(loss: str) -> dict[str, float]:
+    """The numbers that a loss takes, with their defaults."""
+    parameters = inspect.signature(LOSSES[loss]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _check(algorithm: Algorithm) -> None:
+    for what, name, known in (
+        ("advantage", algorithm.advantage, ESTIMATORS),
+        ("loss", algorithm.loss, LOSSES),
+    ):
+        if name not in known and not (what == "advantage" and algorithm.term == "ce"):
+            raise ConfigError(
+                f"algorithm `{algorithm.name}`: unknown {what} `{name}`",
+                hint=did_you_mean(name, known),
+            )
+    check_aggregation(algorithm.aggregation, algorithm.norm_tokens)
+    taken = loss_options(algorithm.loss)
+    for option in algorithm.options:
+        if option not in taken:
+            raise ConfigError(
+                f"loss `{algorithm.loss}` has no option `{option}` (set by learn.loss_options)",
+                hint=did_you_mean(option, taken) if taken else "it has none at all",
+            )
