@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.algorithms import Algorithm, loss_options
 from treadle.batch import MicroBatch
-from treadle.config import LearnConfig
+from treadle.config import EntropyConfig, LearnConfig
 from treadle.errors import WeightsError
 from treadle.train.entropy import Dial, EntropyControl, canonical_order, clip_cov, kl_cov
 from treadle.train.forward import Forward, TrainablePolicy, forward
@@ -56,12 +57,6 @@ class Terms:
     def entropy_gradient(self) -> bool:
         """The forward's entropies must carry a gradient."""
         return self.dial is not None and self.dial.needs_entropy_gradient
-
-    @property
-    def loss_options(self) -> dict[str, float]:
-        """They replace those of a policy loss that has them."""
-        high = None if self.dial is None else self.dial.clip_high
-        return {} if high is None else {"clip_high": high}
 
     def rewarded(self, i: int, out: Forward) -> Tensor:
         """The advantages after what the reward pays for distance."""
@@ -120,6 +115,22 @@ def sampled(out: Forward) -> Tensor:
     return out.trained & torch.isfinite(out.behaviour_logp)
 
 
+def entropy_control(config: EntropyConfig, algorithm: Algorithm) -> EntropyControl:
+    """The control of a run with this algorithm.
+
+    Raises:
+        ConfigError: a method that moves `clip_high`, with a loss that has none.
+    """
+    options = {**loss_options(algorithm.loss), **algorithm.options}
+    return EntropyControl(config, clip_high=options.get("clip_high"), loss=algorithm.loss)
+
+
+def check_terms(learn: LearnConfig, algorithm: Algorithm) -> None:
+    """Raises ConfigError: what `learn` adds does not go with the run's algorithm."""
+    if learn.entropy is not None:
+        entropy_control(learn.entropy, algorithm)
+
+
 class Regulariser:
     """Owns the controllers of a run."""
 
@@ -129,14 +140,12 @@ class Regulariser:
         learn: LearnConfig,
         *,
         seed: int,
-        loss: str,
-        loss_options: Mapping[str, float],
+        algorithm: Algorithm,
     ) -> None:
         """
         Args:
             policy: with a KL term also a ReferencePolicy; what it is now becomes the reference.
-            loss: name of the run's policy loss.
-            loss_options: the numbers that it takes, as the run sets them.
+            algorithm: of the run.
 
         Raises:
             ConfigError: an entropy method that the loss cannot serve.
@@ -145,15 +154,18 @@ class Regulariser:
         self._seed = seed
         self.entropy = None
         if learn.entropy is not None:
-            self.entropy = EntropyControl(
-                learn.entropy, clip_high=loss_options.get("clip_high"), loss=loss
-            )
+            self.entropy = entropy_control(learn.entropy, algorithm)
         self.kl = None
         if learn.kl is not None:
             self.kl = KLControl(learn.kl, cast(ReferencePolicy, policy))
 
     def dial(self, step: int) -> Dial | None:
         return None if self.entropy is None else self.entropy.start(step)
+
+    def clip_shift(self, step: int) -> float:
+        """What the step adds to `clip_high` of every loss that has one."""
+        dial = self.dial(step)
+        return 0.0 if dial is None else dial.clip_shift
 
     def moves_without_advantage(self, step: int) -> bool:
         """A step whose advantages are all 0 is worth a pass."""

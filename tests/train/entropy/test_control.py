@@ -81,11 +81,12 @@ def vectors(n: int = 3, **given: Any) -> dict[str, torch.Tensor]:
 
 def test_adapo_and_mai_move_the_upper_clip_of_the_loss() -> None:
     adapo, mai = control("adapo", target=0.5), control("mai", target=0.5)
-    assert adapo.start(0).clip_high == mai.start(0).clip_high == 0.28
+    assert adapo.start(0).clip_shift == mai.start(0).clip_shift == 0
     for c in (adapo, mai):
         c.measure(0, 0.1)
-    assert adapo.start(1).clip_high == pytest.approx(0.30)
-    assert mai.start(1).clip_high == pytest.approx(0.53)
+    assert adapo.start(1).value == pytest.approx(0.30)
+    assert adapo.start(1).clip_shift == pytest.approx(0.02)
+    assert mai.start(1).clip_shift == 0.25
 
 
 @pytest.mark.parametrize("method", ["adapo", "mai"])
@@ -152,7 +153,7 @@ def test_a_dial_leaves_alone_what_is_not_its_own(method: str) -> None:
     x = vectors()
     same = dial.advantage(**x) is x["advantage"]
     assert same == (method not in ("repo_r", "repo_d"))
-    assert (dial.clip_high is not None) == (method in ("adapo", "mai"))
+    assert dial.clip_shift == 0
     assert dial.selects == (method in ("clip_cov", "kl_cov"))
 
 

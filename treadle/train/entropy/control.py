@@ -2,7 +2,7 @@
 
     start(step) -> Dial         fixed for the step: the same for all its micro-batches
       .advantage(...)           advantages to train with              repo_r, repo_d, clip_cov
-      .clip_high                replaces the loss's own               adapo, mai
+      .clip_shift               added to the loss's own clip_high     adapo, mai
       .penalty(...)             a term of the loss                    bonus, sac, kl_cov
     measure(step, entropy)      moves the controller, once per step
 
@@ -52,8 +52,8 @@ class Dial:
 
     method: str
     value: float
-    clip_high: float | None = None
-    """Instead of the loss's own; None = leave it."""
+    clip_shift: float = 0.0
+    """What is added to `clip_high` of every loss that has one."""
 
     @property
     def selects(self) -> bool:
@@ -178,12 +178,12 @@ class EntropyControl:
 
     def start(self, step: int) -> Dial:
         """What the step is trained with."""
-        method, value, clip_high = self.config.method, self._value, None
+        method, value, clip_shift = self.config.method, self._value, 0.0
         if method == "adapo":
-            clip_high = value
-        elif method == "mai":
             assert self._clip_high is not None
-            clip_high = self._clip_high + value
+            clip_shift = value - self._clip_high
+        elif method == "mai":
+            clip_shift = value
         elif method == "bonus":
             # Active below the target only, by the newest measurement; off before the first.
             target = self.target(step)
@@ -191,7 +191,7 @@ class EntropyControl:
             value = value if below else 0.0
         elif method == "clip_cov":
             value = self.config.setting("share")
-        return Dial(method=method, value=value, clip_high=clip_high)
+        return Dial(method=method, value=value, clip_shift=clip_shift)
 
     def measure(self, step: int, entropy: float) -> tuple[dict[str, float], str]:
         """Learn the mean entropy that a step was trained at, and move the controller.
