@@ -42,6 +42,17 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(loss: str) -> None:
 
 
 @EVERY
+def test_on_policy_gradient_of_rows_of_several_tokens(loss: str) -> None:
+    """Rows of 3, 1 and 2 tokens with weights of their own; one advantage per row."""
+    logp, rows = [-0.1, -1.0, -3.0, -7.0, -0.5, -2.0], [0, 0, 0, 1, 2, 2]
+    advantage = [(1.0, -2.0, 0.5)[r] for r in rows]
+    weight = [(0.5, 1.0, 0.25)[r] for r in rows]
+    _, grad = run(loss, logp, logp, advantage, weight=weight, rows=rows)
+    wanted = [-a * w for a, w in zip(advantage, weight, strict=True)]
+    assert grad.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+@EVERY
 def test_on_policy_statistics_say_so(loss: str) -> None:
     logp = [-0.1, -1.0, -3.0, -7.0]
     out, _ = run(loss, logp, logp, [1.0, -2.0, 0.5, 0.0])
@@ -144,7 +155,43 @@ def test_a_second_pass_computes_its_own_ratio(loss: str) -> None:
     assert torch.equal(x.behaviour_logp, kept[0]) and torch.equal(x.advantage, kept[1])
 
 
+@EVERY
+def test_rows_do_not_mix_and_their_order_does_not_matter(loss: str) -> None:
+    logp = [-1.0, -0.4, -2.0, -3.0, -0.7]
+    mu = [-1.1, -0.5, -1.7, -3.3, -0.7]
+    advantage, rows = [1.0, 1.0, 1.0, -0.5, -0.5], [0, 0, 0, 1, 1]
+    together, grad = run(loss, logp, mu, advantage, weight=0.2, rows=rows)
+    parts = [
+        run(loss, logp[s], mu[s], advantage[s], weight=0.2, rows=[0] * len(logp[s]))
+        for s in (slice(3, 5), slice(0, 3))
+    ]
+    assert together.loss.item() == pytest.approx(sum(out.loss.item() for out, _ in parts), abs=1e-5)
+    assert torch.allclose(grad, torch.cat([parts[1][1], parts[0][1]]), atol=1e-7)
+
+
 # --------------------------------------------------------------------------- hazards
+
+
+@EVERY
+def test_nan_on_an_untrained_token_of_a_row_reaches_none_of_its_tokens(loss: str) -> None:
+    mask = [True, False, True, True]
+    dirty, grad = run(
+        loss,
+        [-1.0, NAN, -2.0, -0.5],
+        [-1.1, NAN, -2.0, -0.6],
+        [1.0, NAN, 1.0, -1.0],
+        mask,
+        weight=[0.5, NAN, 0.5, 1.0],
+        rows=[0, 0, 0, 1],
+    )
+    clean, wanted = run(
+        loss, [-1.0, -2.0, -0.5], [-1.1, -2.0, -0.6], [1.0, 1.0, -1.0],
+        weight=[0.5, 0.5, 1.0], rows=[0, 0, 1],
+    )  # fmt: skip
+    assert dirty.loss.item() == clean.loss.item()
+    assert grad[torch.tensor(mask)].tolist() == wanted.tolist() and grad[1].item() == 0
+    for name, value in dirty.stats.items():
+        assert value.item() == clean.stats[name].item(), name
 
 
 @EVERY

@@ -211,13 +211,14 @@ class History:
                 branch = branch_tokens(branches(whole)[leaf], tokens.get("trained"))
                 tokens = tokens | branch
             alike = tuple(advantage if t else math.nan for t in tokens["trained"])
+            columns: dict[str, tuple[Any, ...]] = {"advantages": alike, **tokens}
             samples.append(
                 Sample(
                     trajectory_id=id,
                     ordinal=ordinal,
                     temperature=temperature,
                     taskset=taskset,
-                    **({"advantages": alike} | tokens),
+                    **columns,
                 )
             )
         return samples
