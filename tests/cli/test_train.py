@@ -109,8 +109,27 @@ def test_the_plan_as_text_has_every_setting_as_set_takes_it(treadle, trained) ->
     assert "  rollout.group_size = 4" in done.out
     assert '  tasks.0.reward = "cli_rewards:letters"' in done.out
     assert "holds a run: finished, 2 steps done" in done.out
+    algorithm = "cispo = advantage group_mean, loss cispo (ratio_max 5.0,"
+    assert f"  algorithm       jsonl:tasks.jsonl: {algorithm}" in done.out
     for part in ("compute", "memory", "disk", "evaluation", "chat template"):
         assert f"\n  {part}" in done.out
+
+
+def test_the_plan_shows_the_algorithm_of_each_task_set_with_its_numbers(treadle, workspace) -> None:
+    settings = ("learn.algorithm=dr_grpo", "learn.correction.veto_low=1e-4")
+    done = treadle(
+        "train", "rec.py", "--dry-run", "--json", *(p for s in settings for p in ("--set", s))
+    )
+    (found,) = done.json["plan"]["algorithms"].values()
+    assert found == {
+        "name": "dr_grpo",
+        "advantage": "group_mean",
+        "loss": "ppo_clip",
+        "loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+        "aggregation": "seq_mean_token_sum_norm",
+        "norm_tokens": 6,
+        "correction": {"veto_low": 1e-4},
+    }
 
 
 def test_the_plan_counts_what_the_optimiser_will_own(treadle, trained) -> None:
@@ -139,6 +158,9 @@ def test_a_dry_run_makes_the_checks_of_a_start(treadle, workspace) -> None:
         ("model.name=./nowhere", "no such model directory"),
         ("learn.entropy.method=adapo", "moves clip_high, but loss `cispo` has none"),
         ("learn.kl.discount=0.5", "`k3+_in_loss` has no returns"),
+        ("learn.algorithm=cipso", "did you mean `cispo`"),
+        ("learn.loss_options.ratio_mx=3", "did you mean `ratio_max`"),
+        ("tasks.0.algorithm=gsop", "unknown algorithm `gsop` in tasks.algorithm"),
     ):
         done = treadle("train", "rec.py", "--dry-run", "--set", setting)
         assert done.code == 2, setting

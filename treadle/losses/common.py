@@ -119,12 +119,9 @@ def output(
 
     Args:
         per_token: finite also where untrained: computed from `log_ratio` and `used_advantage`.
-        clipped: tokens whose weight is capped or whose gradient is cut.
-        dropped: tokens that keep no gradient; they stay in the denominators.
-
-    Returns:
-        The loss, and the sums of `ratio_stats` plus `clipped_tokens`, `dropped_positive` and
-        `dropped_negative` (by the sign of the advantage).
+        clipped: tokens whose weight is capped or whose gradient is cut (`clipped_tokens`).
+        dropped: tokens that keep no gradient; they stay in the denominators (`dropped_positive`
+            and `dropped_negative`, by the sign of the advantage).
     """
     nothing = torch.zeros_like(x.trained)
     clipped = nothing if clipped is None else clipped & x.trained
