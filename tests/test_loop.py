@@ -10,7 +10,9 @@ import pytest
 from treadle.api import run_config
 from treadle.config import (
     CorrectionConfig,
+    EntropyConfig,
     EvalConfig,
+    KLConfig,
     LearnConfig,
     ModelConfig,
     RolloutConfig,
@@ -245,6 +247,42 @@ def test_steps_after_the_last_checkpoint_are_applied_again_from_stored_samples(
             for a, b in zip(whole.steps(), parts.steps(), strict=True):
                 assert a.metrics["loss/total"] == b.metrics["loss/total"]
                 assert a.metrics["grad/norm"] == b.metrics["grad/norm"]
+
+
+def test_controllers_go_on_with_the_same_bits_after_a_crash(tasks, tmp_path):
+    """Step 3 is applied again after the checkpoint of step 2: dials and terms as in one go."""
+    entropy = EntropyConfig(target=9.0, alarm_steps=1, bounds=(1e-4, 4e-3))
+    kl = KLConfig(beta=0.1, target_nats=1e-3, horizon_rows=50)
+    config = small(tasks, steps=5, learn=LearnConfig(lr=1e-2, entropy=entropy, kl=kl))
+    run_config(config, tmp_path / "whole", reward=letters)
+
+    def crash(kind, data):
+        if kind == "step" and data["step"] == 3:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_config(config, tmp_path / "parts", reward=letters, observer=crash)
+    run_config(config, tmp_path / "parts", reward=letters, resume=True)
+    with (
+        Store.open(tmp_path / "whole", readonly=True) as whole,
+        Store.open(tmp_path / "parts", readonly=True) as parts,
+    ):
+        for a, b in zip(whole.steps(), parts.steps(), strict=True):
+            for name in (
+                "loss/total",
+                "grad/norm",
+                "entropy/control",
+                "entropy/error_nats",
+                "kl/beta",
+                "kl/reference_k3_nats",
+            ):
+                assert a.metrics[name] == b.metrics[name], (name, a.step)
+        controls = [s.metrics["entropy/control"] for s in whole.steps()]
+        betas = [s.metrics["kl/beta"] for s in whole.steps()]
+        alarms = [e.data["message"] for e in whole.events() if e.kind == "alarm"]
+    assert controls == [1e-3, 2e-3, 4e-3, 4e-3, 4e-3]
+    assert betas[0] == 0.1 and len(set(betas)) > 1
+    assert sum("at its limit of 0.004 for 1 steps" in message for message in alarms) == 1
 
 
 def test_another_setting_on_resume_is_refused_and_so_is_a_second_run_in_one_place(tasks, tmp_path):

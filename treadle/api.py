@@ -410,9 +410,11 @@ async def _parts(
     from treadle.tasks.mix import names_of
     from treadle.tools import load_tools
     from treadle.train import Trainer
+    from treadle.train.terms import check_terms
     from treadle.weights.publish import Publisher
 
     algorithms = resolve_run(config, names_of(config.tasks))
+    check_terms(config.learn, algorithms[""])
     mix = open_tasks(config, reward) if mix is None else mix
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))

@@ -9,6 +9,8 @@ through JSON, so the store holds exactly what ran.
     |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
     |-- rollout    RolloutConfig     group size, harness, limits, sampling
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
+    |   |-- entropy    EntropyConfig   what holds the entropy, and where
+    |   `-- kl         KLConfig        what holds the policy near its reference
     |-- schedule   ScheduleConfig    eta, max_lag
     |-- eval       EvalConfig        held-out questions and samples
     `-- store      StoreConfig       checkpoints and retention
@@ -162,6 +164,143 @@ class RolloutConfig:
         )
 
 
+ENTROPY_METHODS: dict[str, dict[str, Any]] = {
+    "repo_r": {"strength": 1e-3, "bounds": (1e-4, 0.05)},
+    "repo_d": {"strength": 0.01},
+    "adapo": {"bounds": (0.05, 1.0), "rate": 0.02},
+    "mai": {"strength": 0.0, "bounds": (0.0, 2.5), "rate": 0.25},
+    "bonus": {"strength": 0.0, "bounds": (0.0, 0.005), "rate": 1e-4},
+    "sac": {"strength": 1e-3, "bounds": (1e-5, 0.05), "rate": 0.05},
+    "clip_cov": {"share": 2e-4, "bounds": (1.0, 5.0)},
+    "kl_cov": {"share": 2e-3, "strength": 1.0},
+}
+"""The settings that each method has, with their defaults; see docs/entropy.md."""
+
+ENTROPY_OPEN_LOOP = ("repo_d", "clip_cov", "kl_cov")
+"""Methods without a controller: they have no target."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntropyConfig:
+    """Which settings a method has, what they mean and their defaults: docs/entropy.md. None takes
+    the method's default; a setting that it does not have is an error."""
+
+    method: Literal["repo_r", "repo_d", "adapo", "mai", "bonus", "sac", "clip_cov", "kl_cov"] = (
+        "repo_r"
+    )
+    target: Literal["initial"] | float | tuple[tuple[int, float], ...] | None = None
+    """H* in nats per token: a number, a schedule [[step, nats], ...] (linear in between), or
+    "initial", the entropy that the run measures first and the default."""
+    strength: float | None = None
+    """Where the controller starts, or the fixed strength of a method without one."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest value of the controller (repo_r: of its size, clip_cov: of the
+    covariance)."""
+    rate: float | None = None
+    """Of the controller, per step (sac: per nat and step)."""
+    share: float | None = None
+    """Of the step's tokens that are chosen."""
+    alarm_steps: int = 20
+    """Steps in a row at the end of the bounds, short of the target, that raise an alarm."""
+
+    def __post_init__(self) -> None:
+        settings = ENTROPY_METHODS[self.method]
+        for name in ("strength", "bounds", "rate", "share"):
+            if getattr(self, name) is not None and name not in settings:
+                raise ConfigError(
+                    f"`learn.entropy.{name}` is {getattr(self, name)}, but method `{self.method}` "
+                    "has no such setting",
+                    hint=f"it has {', '.join(settings)}; see docs/entropy.md",
+                )
+        if self.method in ENTROPY_OPEN_LOOP and self.target is not None:
+            raise ConfigError(
+                f"`learn.entropy.target` is {_cut(repr(self.target))}, but method `{self.method}` "
+                "has no controller that could hold a target",
+                hint="leave the target out, or take repo_r, adapo, mai, bonus or sac",
+            )
+        _check_target(self.target)
+        low, high = self.setting("bounds") or (0.0, 1.0)
+        positive = self.method in ("repo_r", "sac")
+        _require(
+            low < high and (low > 0 if positive else low >= 0),
+            "learn.entropy.bounds",
+            self.bounds,
+            f"rising and {'> 0' if positive else '>= 0'}",
+        )
+        strength = self.setting("strength")
+        if self.method == "repo_r":
+            inside = strength == 0 or low <= abs(strength) <= high
+        elif "bounds" in settings and "strength" in settings:
+            inside = low <= strength <= high
+        else:
+            inside = strength is None or strength >= 0
+        _require(inside, "learn.entropy.strength", strength, f"within the bounds {low}..{high}")
+        rate, share = self.setting("rate"), self.setting("share")
+        _require(rate is None or rate > 0, "learn.entropy.rate", rate, "> 0")
+        _require(share is None or 0 < share <= 1, "learn.entropy.share", share, "in (0, 1]")
+        _require(self.alarm_steps >= 1, "learn.entropy.alarm_steps", self.alarm_steps, ">= 1")
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting of this method: as set, else the method's default, else None."""
+        found = getattr(self, name)
+        return ENTROPY_METHODS[self.method].get(name) if found is None else found
+
+
+def _check_target(target: object) -> None:
+    if isinstance(target, tuple):
+        steps = [step for step, _ in target]
+        _require(
+            len(target) > 0 and steps == sorted(set(steps)) and steps[0] >= 0,
+            "learn.entropy.target",
+            target,
+            "[[step, nats], ...] with steps >= 0 that rise",
+        )
+        _require(all(nats >= 0 for _, nats in target), "learn.entropy.target", target, ">= 0 nats")
+    elif isinstance(target, int | float):
+        _require(target >= 0, "learn.entropy.target", target, ">= 0 nats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLConfig:
+    """A pull towards the reference policy, which the run starts from; see docs/entropy.md."""
+
+    term: Literal["k1_in_reward", "k2_in_loss", "k3_in_loss", "k3+_in_loss"] = "k3+_in_loss"
+    """The estimator and where it acts. k1 in a loss has no gradient on average, so it is not
+    offered; k3 in the loss is exact with its importance ratio, which is always applied; k3+ has
+    the value of k3 and the gradient of k2."""
+    beta: float = 1e-3
+    """Strength, in units of the advantage per nat; the start of an adaptive one."""
+    discount: float = 1.0
+    """k1_in_reward: of the later tokens' penalties in a token's return; 0 = its own only."""
+    target_nats: float = 0.0
+    """KL per row that an adaptive beta holds; 0 = beta is fixed."""
+    horizon_rows: int = 10_000
+    """Rows over which an adaptive beta moves by a factor of at most e^0.2."""
+    bounds: tuple[float, float] = (1e-6, 10.0)
+    """Of an adaptive beta."""
+
+    def __post_init__(self) -> None:
+        _require(self.beta > 0, "learn.kl.beta", self.beta, "> 0; leave learn.kl out for no KL")
+        _require(0 <= self.discount <= 1, "learn.kl.discount", self.discount, "in [0, 1]")
+        _require(self.target_nats >= 0, "learn.kl.target_nats", self.target_nats, ">= 0")
+        _require(self.horizon_rows >= 1, "learn.kl.horizon_rows", self.horizon_rows, ">= 1")
+        low, high = self.bounds
+        _require(0 < low < high, "learn.kl.bounds", self.bounds, "rising and > 0")
+        if self.target_nats:
+            _require(low <= self.beta <= high, "learn.kl.beta", self.beta, "within learn.kl.bounds")
+        elif (self.horizon_rows, self.bounds) != (10_000, (1e-6, 10.0)):
+            raise ConfigError(
+                "`learn.kl.horizon_rows` and `learn.kl.bounds` belong to an adaptive beta, but "
+                "`learn.kl.target_nats` is 0",
+                hint="set learn.kl.target_nats, the KL per row to hold, or leave them out",
+            )
+        if self.discount != 1.0 and self.term != "k1_in_reward":
+            raise ConfigError(
+                f"`learn.kl.discount` is {self.discount}, but `{self.term}` has no returns",
+                hint="--set learn.kl.term=k1_in_reward, or leave the discount out",
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("learn.correction")
 class CorrectionConfig:
@@ -235,6 +374,10 @@ class LearnConfig:
     """Global norm; 0 = off."""
     micro_tokens: int = 4096
     """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
+    entropy: EntropyConfig | None = None
+    """What holds the entropy; None = it goes where the loss takes it."""
+    kl: KLConfig | None = None
+    """A pull towards the reference policy; None = there is no reference."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
     parity_stop: float = 0.0

@@ -395,7 +395,7 @@ class Controller:
             await asyncio.to_thread(self._heap.release)
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
-            for alarm in alarms([group for group, _ in recent]):
+            for alarm in (*alarms([group for group, _ in recent]), *result.alarms):
                 log.warning("step %d: %s", step, one_line(alarm))
                 self.store.add_event("alarm", {"step": step, "message": alarm})
             self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})

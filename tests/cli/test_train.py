@@ -196,11 +196,23 @@ def test_the_plan_counts_what_the_optimiser_will_own(treadle, trained) -> None:
     assert model["trained_parameters"] == model["shape"]["parameters"]
 
 
+def test_the_plan_shows_what_a_reference_costs(treadle, workspace) -> None:
+    sizes = []
+    for lora in ('{"rank": 4, "alpha": 8}', "null"):
+        settings = ("--set", "learn.kl.beta=0.1", "--set", f"model.lora={lora}")
+        plan = treadle("train", "rec.py", "--dry-run", "--json", *settings).json["plan"]
+        sizes.append((plan["memory"]["parts_bytes"]["reference"], plan["model"]["shape"]))
+    assert sizes[0][0] == 0
+    assert sizes[1][0] == 4 * sizes[1][1]["parameters"]
+
+
 def test_a_dry_run_makes_the_checks_of_a_start(treadle, workspace) -> None:
     for setting, says in (
         ("eval.split=vall", "no split `vall`"),
         ("tasks.0.reward=cli_rewards:lettres", "did you mean `letters`"),
         ("model.name=./nowhere", "no such model directory"),
+        ("learn.entropy.method=adapo", "moves clip_high, but loss `cispo` has none"),
+        ("learn.kl.discount=0.5", "`k3+_in_loss` has no returns"),
         ("learn.algorithm=cipso", "did you mean `cispo`"),
         ("learn.loss_options.ratio_mx=3", "did you mean `ratio_max`"),
         ("tasks.0.algorithm=gsop", "unknown algorithm `gsop` in tasks.algorithm"),

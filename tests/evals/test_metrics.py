@@ -7,7 +7,16 @@ import pytest
 
 from tests.evals.length_reward import by_length
 from treadle.api import run_config
-from treadle.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from treadle.config import (
+    EntropyConfig,
+    EvalConfig,
+    KLConfig,
+    LearnConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TasksConfig,
+)
 from treadle.evals.definitions import STAGES, define, definitions
 from treadle.evals.page import render
 from treadle.evals.report import CURVES, summarise
@@ -34,6 +43,7 @@ def run_dir(tmp_path_factory):
         model=ModelConfig(name="tiny-random", dtype="float32", max_context=128),
         tasks=(TasksConfig(source=f"jsonl:{tasks}"),),
         rollout=RolloutConfig(group_size=4, groups_per_step=2, max_new_tokens=6),
+        learn=LearnConfig(entropy=EntropyConfig(), kl=KLConfig()),
         eval=EvalConfig(questions=3, samples=2),
     )
     run_config(config, folder / "run", reward=by_length)
@@ -46,6 +56,7 @@ def test_every_metric_of_a_run_has_a_definition_a_unit_and_a_good_direction(run_
         names = {metric.name for metric in store.metrics()}
         stages = set(store.seconds_by_stage())
     assert len(names) > 40
+    assert {"entropy/control", "kl/reference_k3_nats"} <= names
     assert [name for name in names if define(name, known) is None] == []
     assert stages <= set(STAGES)
     assert all(d.text and d.unit and d.good for d in known.values())

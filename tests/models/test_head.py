@@ -107,6 +107,109 @@ def test_a_trained_head_gets_its_gradient():
         torch.testing.assert_close(g, w.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_entropy_carries_a_gradient_where_it_is_asked_for():
+    """Against autograd in float64, together with the logprobs' own gradient and alone."""
+    hidden, weight, targets, temperature = case()
+    wide = hidden.detach().double().requires_grad_()
+    options = {"scale": 0.5}
+    logp, entropy = token_logprobs(
+        hidden, weight, targets, temperature, entropy_gradient=True, **options
+    )
+    want_logp, want = reference(wide, weight, targets, temperature, **options)
+    torch.testing.assert_close(entropy, want.float(), rtol=1e-5, atol=1e-5)
+    along = torch.linspace(-1, 2, len(targets))
+    for loss, textbook in (
+        (entropy @ along, want @ along.double()),
+        (logp.sum() - 0.3 * (entropy @ along), want_logp.sum() - 0.3 * (want @ along.double())),
+    ):
+        (got,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        (grad,) = torch.autograd.grad(textbook, wide, retain_graph=True)
+        torch.testing.assert_close(got, grad.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_asking_for_the_gradient_of_the_entropy_changes_no_value():
+    hidden, weight, targets, temperature = case()
+    plain = token_logprobs(hidden, weight, targets, temperature)
+    asked = token_logprobs(hidden, weight, targets, temperature, entropy_gradient=True)
+    for a, b in zip(plain, asked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    (one,) = torch.autograd.grad(plain[0].sum(), hidden)
+    (two,) = torch.autograd.grad(asked[0].sum(), hidden)
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_both_gradients_pass_gradcheck_in_float64(trained_head):
+    hidden, weight, targets, _ = case(5, dtype=torch.float64)
+
+    def both(h, w):
+        master = w if trained_head else None
+        return token_logprobs(
+            h, w.detach(), targets, 0.75, master=master, entropy_gradient=True, scale=0.5
+        )
+
+    weight = weight[:, :4].contiguous().requires_grad_(trained_head)
+    hidden = hidden.detach()[:, :4].contiguous().requires_grad_()
+    assert torch.autograd.gradcheck(both, (hidden, weight), eps=1e-6, atol=1e-6)
+
+
+def test_a_trained_head_gets_the_gradient_of_the_entropy():
+    hidden, weight, targets, temperature = case()
+    master = weight.clone().requires_grad_()
+    _, entropy = token_logprobs(
+        hidden, weight, targets, temperature, scale=0.5, master=master, entropy_gradient=True
+    )
+    along = torch.linspace(-1, 2, len(targets))
+    (got,) = torch.autograd.grad(entropy @ along, [master])
+    wide = weight.double().requires_grad_()
+    value = reference(hidden, wide, targets, temperature, 0.5)[1] @ along.double()
+    (want,) = torch.autograd.grad(value, [wide])
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_of_four_logits_by_hand():
+    """z = [2, 1, 0, -1] has H = .947537; at the maximum of the entropy its gradient is 0."""
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
+    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), 1.0, entropy_gradient=True)
+    assert entropy.item() == pytest.approx(0.947537, abs=1e-6)
+    (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert grad.item() < 0, "scaling the logits up takes entropy away"
+    _, flat = token_logprobs(
+        hidden, torch.ones(4, 1), torch.tensor([0]), 1.0, entropy_gradient=True
+    )
+    assert torch.autograd.grad(flat.sum(), hidden)[0].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_entropy_in_bfloat16_has_the_gradient_of_float32_up_to_rounding():
+    hidden, weight, targets, temperature = case(dtype=torch.bfloat16)
+    _, entropy = token_logprobs(hidden, weight, targets, temperature, entropy_gradient=True)
+    assert entropy.dtype == torch.float32
+    (got,) = torch.autograd.grad(entropy.sum(), hidden)
+    wide = hidden.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(reference(wide, weight, targets, temperature)[1].sum(), wide)
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
+def test_no_more_rows_of_logits_exist_for_the_gradient_of_the_entropy(monkeypatch):
+    """float32 keeps two results of half as many rows, bfloat16 reuses its residual."""
+    shapes = []
+    plain = head._Rows.__init__
+
+    def recorded(self, count, weight, **options):
+        plain(self, count, weight, **options)
+        mine = {id(t): t for t in (self._rough, self._residual, self._second) if t is not None}
+        shapes.append(sum(t.numel() * t.element_size() for t in mine.values()))
+
+    monkeypatch.setattr(head._Rows, "__init__", recorded)
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes.clear()
+        hidden, weight, targets, _ = case(dtype=dtype)
+        for asked in (False, True):
+            token_logprobs(hidden, weight, targets, 1.0, entropy_gradient=asked)
+        assert shapes[1] <= shapes[0]
+
+
 def test_rows_are_independent_of_their_neighbours():
     hidden, weight, targets, temperature = case()
     logp, entropy = token_logprobs(hidden, weight, targets, temperature)

@@ -137,6 +137,65 @@ def test_full_fine_tuning_has_no_base_to_go_back_to(make_library, make_policy):
         pass
 
 
+def moved(policy):
+    """One large step of the optimiser."""
+    optimiser = torch.optim.AdamW(policy.parameters().values(), lr=0.1)
+    loss_of(policy).backward()
+    optimiser.step()
+    optimiser.zero_grad()
+    policy.refresh()
+
+
+@pytest.mark.parametrize("rank", [4, None])
+def test_the_reference_is_the_policy_of_the_moment_it_was_frozen(rank, make_library, make_policy):
+    """Full fine-tuning keeps a copy; with LoRA an adapter that was trained before is part of it,
+    and the bare base is not."""
+    policy = make_policy(make_library(), rank=rank)
+    moved(policy)
+    want = loss_of(policy).detach()
+    policy.freeze_reference()
+    moved(policy)
+    now = loss_of(policy).detach()
+    with policy.reference():
+        found = loss_of(policy)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert not found.requires_grad
+    assert not torch.isclose(now, want)
+    assert torch.equal(loss_of(policy), now)
+    if rank is not None:
+        with policy.adapter_off():
+            assert not torch.isclose(loss_of(policy), want)
+
+
+def test_the_reference_of_a_fresh_adapter_is_the_base_and_costs_nothing(make_library, make_policy):
+    policy = make_policy(make_library(), rank=4, random_b=False)
+    policy.freeze_reference()
+    moved(policy)
+    with policy.adapter_off():
+        base = loss_of(policy).detach()
+    with policy.reference():
+        assert torch.equal(loss_of(policy), base)
+    assert not policy._reference._merged
+
+
+def test_an_exception_under_the_reference_leaves_the_adapter_on(make_library, make_policy):
+    """A state of LoRA that leaks would train the base."""
+    policy = make_policy(make_library(), rank=4)
+    policy.freeze_reference()
+    moved(policy)
+    before = loss_of(policy)
+    with pytest.raises(RuntimeError, match="boom"), policy.reference():
+        raise RuntimeError("boom")
+    assert torch.equal(loss_of(policy), before)
+    assert loss_of(policy).requires_grad
+
+
+def test_a_reference_that_was_never_frozen_is_refused(make_library, make_policy):
+    policy = make_policy(make_library())
+    with pytest.raises(ContractError, match="no reference policy"), policy.reference():
+        pass
+
+
 @pytest.mark.parametrize("rank", [4, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_snapshot_is_not_changed_by_later_steps(rank, dtype, make_library, make_policy):

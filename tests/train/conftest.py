@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -72,13 +73,32 @@ class ToyPolicy:
         return torch.tanh(x + attention @ (x @ p["value"]))
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         logits = hidden @ self._parameters["head"].T
         scale = temperature[:, None] if isinstance(temperature, Tensor) else temperature
         logp = (logits / scale).log_softmax(-1)
-        entropy = -(logp.exp() * logp).sum(-1).detach()
-        return logp.gather(1, targets[:, None])[:, 0], entropy
+        entropy = -(logp.exp() * logp).sum(-1)
+        chosen = logp.gather(1, targets[:, None])[:, 0]
+        return chosen, entropy if entropy_gradient else entropy.detach()
+
+    def freeze_reference(self) -> None:
+        self._frozen = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        now = self._parameters
+        self._parameters = self._frozen
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._parameters = now
 
     # ------------------------------------------------------------------ for the tests
 

@@ -38,6 +38,7 @@ def estimate(
     dtype: str = "bfloat16",
     micro_tokens: int = 4096,
     engine_kv_tokens: int = 64 * 96,
+    reference: bool = False,
 ) -> MemoryEstimate:
     return estimate_memory(
         shape,
@@ -45,7 +46,15 @@ def estimate(
         dtype=dtype,
         micro_tokens=micro_tokens,
         engine_kv_tokens=engine_kv_tokens,
+        reference=reference,
     )
+
+
+def test_the_reference_of_a_kl_term_costs_memory_in_full_fine_tuning_alone() -> None:
+    """The base of an adapter is there anyway; frozen weights are a compute copy of all."""
+    assert estimate(reference=True) == estimate()
+    more = estimate(reference=True, lora=None).total - estimate(lora=None).total
+    assert more == 2 * SMOLLM2.parameters
 
 
 def test_the_first_run_fits_its_budget() -> None:

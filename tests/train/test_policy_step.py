@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from treadle.batch import pack, spread
-from treadle.config import LearnConfig, LoraConfig
+from treadle.config import EntropyConfig, KLConfig, LearnConfig, LoraConfig
 from treadle.models import tiny
 from treadle.models.load import load
 from treadle.models.policy import Policy
@@ -104,3 +105,30 @@ def test_a_step_moves_the_policy_towards_what_was_better_than_its_group(director
     with torch.no_grad():
         change = forward(policy, micro).logp.numpy() - micro.behaviour
     assert (change * micro.advantage).mean() > 1e-3
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_where_the_run_started_and_the_kl_grows_from_there(
+    directory: Path, dtype: torch.dtype, lora: bool
+) -> None:
+    policy = make(directory, dtype, lora=lora)
+    trainer = Trainer(policy, LearnConfig(lr=1e-2, kl=KLConfig(beta=0.01)))
+    samples = sampled(policy)
+    nats = [trainer.step(samples, step=i).metrics["kl/reference_k3_nats"] for i in range(3)]
+    assert 0 <= nats[0] < (1e-9 if dtype == torch.float32 else 1e-4)
+    assert nats[0] < nats[1] < nats[2]
+    assert policy.fingerprint() != make(directory, dtype, lora=lora).fingerprint()
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_bonus_raises_the_entropy_of_the_real_policy(directory: Path, lora: bool) -> None:
+    """All advantages 0: what moves is the entropy alone, and up."""
+    policy = make(directory, lora=lora)
+    samples = [
+        replace(s, advantages=spread(0.0, s.trained)) for s in sampled(policy, temperature=0.5)
+    ]
+    config = EntropyConfig(method="sac", target=10.0, strength=0.05)
+    trainer = Trainer(policy, LearnConfig(lr=1e-3, entropy=config))
+    nats = [trainer.step(samples, step=i).metrics["policy/entropy_nats"] for i in range(4)]
+    assert nats == sorted(nats) and nats[-1] > nats[0] + 1e-4

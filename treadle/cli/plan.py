@@ -142,9 +142,11 @@ def _algorithms(config: RunConfig) -> dict[str, dict[str, Any]]:
     """What trains the rows of each task set, with every number that it uses."""
     from treadle.algorithms import describe, resolve_run
     from treadle.tasks.mix import names_of
+    from treadle.train.terms import check_terms
 
     names = names_of(config.tasks)
     found = resolve_run(config, names)
+    check_terms(config.learn, found[""])
     return {name: describe(found[name]) for name in names}
 
 
@@ -201,6 +203,7 @@ def _memory(
         dtype=dtype,
         micro_tokens=min(config.learn.micro_tokens, packed),
         engine_kv_tokens=kv_tokens,
+        reference=config.learn.kl is not None,
     )
     return {
         "parts_bytes": estimate.parts,

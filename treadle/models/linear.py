@@ -94,11 +94,20 @@ class PlainWeights:
 
 
 class CastWeights:
-    """The module's own fp32 parameters, cast when they are used: the model without its adapter."""
+    """The module's own fp32 parameters, cast when they are used: the model without its adapter,
+    or with another one, merged when it is used."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        pairs: Mapping[str, LoraPair] | None = None,
+        scale: float = 0.0,
+    ) -> None:
         self._tensors = tensors
         self._dtype = dtype
+        self._merged = {f"{name}.weight": pair for name, pair in (pairs or {}).items()}
+        self._scale = scale
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         bias = self._tensors.get(f"{name}.bias")
@@ -112,7 +121,10 @@ class CastWeights:
         return F.embedding(ids, self._tensors[f"{name}.weight"]).to(self._dtype)
 
     def parameter(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._dtype)
+        tensor = self._tensors[name]
+        if (pair := self._merged.get(name)) is not None:
+            tensor = torch.addmm(tensor, pair.b, pair.a, alpha=self._scale)
+        return tensor.to(self._dtype)
 
 
 # --------------------------------------------------------------------------- training

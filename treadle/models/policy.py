@@ -6,7 +6,10 @@ Guarantees:
 - a forward or a snapshot after an optimiser step without `refresh` is refused;
 - a merged weight is W + s B A in fp32, rounded once: updates smaller than the rounding of W
   still move it in the right direction on average, because the fp32 base lies off the bf16 grid;
-- the model was proven equal to the library's when it was taken over (see proof.py).
+- the model was proven equal to the library's when it was taken over (see proof.py);
+- the reference policy is what the policy was at `freeze_reference`: with LoRA the base model, or
+  the base with a copy of an adapter that was trained before, made on use; in full fine-tuning the
+  compute copies of that moment, kept.
 
 LoRA covers every nn.Linear except the output head; fused expert tensors stay frozen.
 
@@ -100,6 +103,7 @@ class Policy:
         together = _take_over(module, self.head)
         self._units = _units(forward.linear_names(module), together, self._base)
         self._thread = threading.local()
+        self._reference: forward.Weights | None = None
         self._masters: dict[str, nn.Parameter]
         self._pairs: dict[str, LoraPair] = {}
         module.requires_grad_(lora is None)
@@ -265,14 +269,17 @@ class Policy:
         if ids.shape != (layout.num_tokens,):
             raise ContractError(f"ids {tuple(ids.shape)} for a layout of {layout.num_tokens}")
         attend = PackedAttend(layout, device=self.device)
-        weights: forward.Weights = self._weights
-        if getattr(self._thread, "off", False):
-            weights = CastWeights(self._base, self.dtype)
+        weights: forward.Weights = getattr(self._thread, "instead", None) or self._weights
         ids = ids.to(self.device)[None]
         return forward.run(self._module, ids, attend.positions, attend, weights)[0]
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprob of each target after the token of its hidden state; see `head.token_logprobs`.
 
@@ -280,17 +287,26 @@ class Policy:
             hidden: rows of `hidden()` [n, hidden].
             targets: token ids [n].
             temperature: > 0, a number or one per row.
+            entropy_gradient: the entropies carry a gradient too.
 
         Returns:
-            logprobs [n] with gradient and entropies [n] without; fp32, nats.
+            logprobs [n] with gradient and entropies [n], without unless asked; fp32, nats.
         """
+        instead = getattr(self._thread, "instead", None)
+        # LoRA never adapts the head: with or without it, the head is the same.
+        if instead is None or self.lora is not None:
+            head = self._weights.tensors[self.head.name]
+        else:
+            head = instead.parameter(self.head.name)
+        trained = self.lora is None and instead is None
         return token_logprobs(
             hidden,
-            self._weights.tensors[self.head.name],
+            head,
             targets.to(self.device),
             temperature,
             scale=self.head.scale,
-            master=self._base[self.head.name] if self.lora is None else None,
+            master=self._base[self.head.name] if trained else None,
+            entropy_gradient=entropy_gradient,
         )
 
     @contextmanager
@@ -305,12 +321,51 @@ class Policy:
                 "full fine-tuning keeps no copy of the base model to compare with",
                 hint="train with LoRA, or load the reference model as a policy of its own",
             )
-        before = getattr(self._thread, "off", False)
-        self._thread.off = True
+        with self._instead(CastWeights(self._base, self.dtype)):
+            yield
+
+    @torch.no_grad()
+    def freeze_reference(self) -> None:
+        """Make what the policy computes now the reference policy.
+
+        LoRA keeps nothing of an adapter whose B is 0, else a copy of the adapter. Full fine-tuning
+        keeps the compute copies of all weights, in `dtype`, which are replaced and never written.
+
+        Raises:
+            ContractError: `refresh` was not called after a step.
+        """
+        self._check_fresh()
+        if self.lora is None:
+            self._reference = PlainWeights(self._weights.tensors, self._weights.fused)
+        elif any(bool(pair.b.any()) for pair in self._pairs.values()):
+            frozen = self.adapter()
+            self._reference = CastWeights(self._base, self.dtype, frozen.pairs, frozen.scale)
+        else:
+            self._reference = CastWeights(self._base, self.dtype)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The reference policy, for forwards of this thread; without gradients.
+
+        Raises:
+            ContractError: `freeze_reference` was never called.
+        """
+        if self._reference is None:
+            raise ContractError(
+                "the policy has no reference policy to compare with",
+                hint="call policy.freeze_reference() before training",
+            )
+        with torch.no_grad(), self._instead(self._reference):
+            yield
+
+    @contextmanager
+    def _instead(self, weights: forward.Weights) -> Iterator[None]:
+        before = getattr(self._thread, "instead", None)
+        self._thread.instead = weights
         try:
             yield
         finally:
-            self._thread.off = before
+            self._thread.instead = before
 
     # ----------------------------------------------------------------------- publication
 

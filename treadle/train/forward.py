@@ -43,9 +43,15 @@ class TrainablePolicy(Protocol):
         ...
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """log pi(target) in nats with gradient and entropy in nats without, float32 [n] each."""
+        """log pi(target) in nats with gradient and entropy in nats, without gradient unless asked;
+        float32 [n] each."""
         ...
 
 
@@ -58,10 +64,12 @@ class Forward(Tokens):
     """
 
     entropy: Tensor
-    """Entropy in nats over the full vocabulary, float32, detached."""
+    """Entropy in nats over the full vocabulary, float32; detached unless a gradient was asked."""
 
 
-def forward(policy: TrainablePolicy, micro: MicroBatch) -> Forward:
+def forward(
+    policy: TrainablePolicy, micro: MicroBatch, *, entropy_gradient: bool = False
+) -> Forward:
     """Score the trained tokens of a micro-batch with the current weights.
 
     The head runs on the trained positions alone: logits of prompt tokens are never computed.
@@ -74,7 +82,7 @@ def forward(policy: TrainablePolicy, micro: MicroBatch) -> Forward:
     if (micro.temperature != micro.temperature[0]).any():
         temperature = torch.tensor(micro.temperature, device=device)
     hidden = policy.hidden(ids, micro.layout).index_select(0, index)
-    logp, entropy = policy.logprobs(hidden, targets, temperature)
+    logp, entropy = policy.logprobs(hidden, targets, temperature, entropy_gradient=entropy_gradient)
     return Forward(
         logp=logp,
         entropy=entropy,

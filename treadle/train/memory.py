@@ -34,9 +34,9 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 class MemoryEstimate:
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes by part, all alive at the peak: `runtime`, `masters` (float32 weights), `compute`
-    (merged weights that the trainer uses), `engine` (the sampler's own copy), `optimizer`
-    (adapters, gradients and moments), `kv_cache`, `activations`, `transient`, and `heap` (free
-    memory that malloc keeps, see machine/heap.py)."""
+    (merged weights that the trainer uses), `reference` (frozen weights of a KL term), `engine` (the
+    sampler's own copy), `optimizer` (adapters, gradients and moments), `kv_cache`, `activations`,
+    `transient`, and `heap` (free memory that malloc keeps, see machine/heap.py)."""
 
     @property
     def total(self) -> int:
@@ -50,6 +50,7 @@ def estimate_memory(
     dtype: str,
     micro_tokens: int,
     engine_kv_tokens: int,
+    reference: bool = False,
 ) -> MemoryEstimate:
     """Bytes at the peak: in a backward pass, or in a publication, whichever is larger.
 
@@ -57,6 +58,8 @@ def estimate_memory(
         lora: None = every parameter is trained.
         dtype: compute dtype, "float32" or "bfloat16"; masters are float32 always.
         micro_tokens: packed tokens of one forward and backward; a longer single row exceeds it.
+        reference: a KL term needs the policy of the start: a copy of all weights in full
+            fine-tuning, nothing with LoRA, whose base it is.
         engine_kv_tokens: positions whose keys and values the engine holds at once, e.g. live rows
             times their length plus one prompt per group.
 
@@ -92,6 +95,7 @@ def estimate_memory(
             "runtime": RUNTIME,
             "masters": 4 * shape.parameters,
             "compute": size * copied,
+            "reference": size * shape.parameters if reference and lora is None else 0,
             "engine": size * (in_linears + min(others, shape.vocab * shape.hidden)),
             "optimizer": optimizer,
             "kv_cache": 2 * shape.layers * keys * size * engine_kv_tokens,

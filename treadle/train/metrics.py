@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
 from treadle.schedule.lag import token_lags
+from treadle.train.entropy import METRICS as ENTROPY
+from treadle.train.kl import METRICS as KL
 from treadle.train.mismatch import METRICS as MISMATCH
 from treadle.train.mismatch import mismatch_metrics
 from treadle.train.optim import Update
+from treadle.train.terms import METRICS as TERMS
 
 Scored = tuple[MicroBatch, NDArray[np.float32]]
 """A micro-batch with the trainer's log-probabilities [n] of its targets, before the update."""
@@ -57,6 +60,9 @@ METRICS: dict[str, str] = {
     "time/optimizer_s": "wall clock of clipping, AdamW and the policy's refresh",
     "parity/mean_abs_nats": "mean |trainer - sampler logprob| of the guarded step, its own tokens",
     "parity/max_abs_nats": "largest |trainer - sampler logprob| of the guarded step",
+    **ENTROPY,
+    **KL,
+    **TERMS,
     **MISMATCH,
     "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
     "dropped tokens as 0, over tokens whose algorithm has one",
@@ -69,8 +75,8 @@ METRICS: dict[str, str] = {
     "correction/rejected_rows_frac": "share of the step's rows that left it",
     "correction/rejected_tokens": "trained tokens of these rows",
 }
-"""What docs/metrics.md prints. Absent from a step: demonstrations and corrections it does not have,
-factors that were not measured, parity of a step that was not guarded."""
+"""What docs/metrics.md prints. Absent from a step: demonstrations, corrections, controllers and KL
+terms it does not have, factors that were not measured, parity of a step that was not guarded."""
 
 
 class Sums:

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from treadle.algorithms import Algorithm
+from treadle.algorithms import Algorithm, loss_options
 from treadle.batch import token_weights
 from treadle.losses import LOSSES, LossOutput
 from treadle.losses.common import log_ratio, ratio_stats
@@ -57,6 +57,15 @@ class Objective:
 
     def algorithm_of(self, taskset: str) -> Algorithm:
         return self._algorithms[self.key(taskset)]
+
+    def shift_clip_high(self, by: float) -> None:
+        """Add to the upper clip of every loss that has one, as its algorithm sets it."""
+        for key, algorithm in self._algorithms.items():
+            own = {**loss_options(algorithm.loss), **algorithm.options}
+            if "clip_high" in own and by:
+                self.options[key]["clip_high"] = own["clip_high"] + by
+            else:
+                self.options[key] = dict(algorithm.options)
 
     def rejects(self, samples: Sequence[Sample]) -> bool:
         """Some of these rows may have to leave the step."""

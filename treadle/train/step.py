@@ -11,7 +11,8 @@ Guarantees:
   are never written to;
 - a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
   reason, weights and moments untouched; several non-finite steps in a row end the run;
-- random operations of the forward are a function of (seed, step).
+- random operations of the forward are a function of (seed, step);
+- controllers (entropy, KL) move once per applied step, and are part of the state.
 
 Takes: Samples. Gives: a moved policy and StepResult.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from treadle.train.objective import Objective
 from treadle.train.optim import Optimiser
 from treadle.train.parity import Parity, compare
 from treadle.train.parity import guard as stop_on_mismatch
+from treadle.train.terms import Regulariser, Terms
 from treadle.types import Sample
 
 NO_SAMPLES = (
@@ -65,6 +67,8 @@ class StepResult:
     """Why it was skipped, for people; empty when it was not."""
     parity: Parity | None = None
     """Of a guarded step."""
+    alarms: tuple[str, ...] = ()
+    """What people should hear of, e.g. a controller at its limit; sentences."""
 
 
 class Trainer:
@@ -82,13 +86,16 @@ class Trainer:
             algorithms: by task set, "" for all others; None = what `learn` names, for all.
 
         Raises:
-            ConfigError: `learn` names something unknown.
+            ConfigError: `learn` names something unknown, or an entropy method that the loss cannot
+                serve.
         """
         self.policy = policy
         self.learn = learn
         self.seed = seed
         self.optimiser = Optimiser(policy.parameters(), learn)
-        self.objective = Objective(algorithms or {"": resolve(learn)})
+        algorithms = algorithms or {"": resolve(learn)}
+        self.objective = Objective(algorithms)
+        self.regulariser = Regulariser(policy, learn, seed=seed, algorithm=algorithms[""])
 
     def algorithm_of(self, taskset: str) -> Algorithm:
         """What trains the rows of a task set."""
@@ -121,7 +128,8 @@ class Trainer:
             return StepResult(skipped=True, reason=NO_SAMPLES)
         sums = Sums()
         micros = self._pack(samples, sums)
-        if not any(micro.advantage.any() for micro in micros):
+        idle = not any(micro.advantage.any() for micro in micros)
+        if idle and not self.regulariser.moves_without_advantage(step):
             return StepResult(skipped=True, reason=NO_ADVANTAGE)
         self._check(micros, samples)
         token_lags((int(v) for m in micros for v in m.version), training_version=version)
@@ -138,7 +146,17 @@ class Trainer:
                 if not samples:
                     return StepResult(skipped=True, reason=ALL_REJECTED, parity=agreement)
                 micros = self._pack(samples, sums)
-            scored = [(micro, self._accumulate(micro, samples, sums)) for micro in micros]
+            started = time.perf_counter()
+            keys = [self._keys(micro, samples) for micro in micros]
+            self.objective.shift_clip_high(self.regulariser.clip_shift(step))
+            terms = self.regulariser.begin(
+                step, samples, micros, lambda i, out: self.objective.loss(out, keys[i]).loss
+            )
+            sums.add({"time/forward_s": time.perf_counter() - started})
+            scored = [
+                (micro, self._accumulate(i, micro, keys[i], terms, sums))
+                for i, micro in enumerate(micros)
+            ]
         if guard and agreement is None:
             agreement = self._guard(scored, samples, version)
 
@@ -152,6 +170,10 @@ class Trainer:
             "batch/rows": float(len(samples)),
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
+        regular, alarms = self.regulariser.end(
+            step, terms, sums.__getitem__, num_rows=len(samples), applied=update.applied
+        )
+        metrics |= regular
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
             metrics["parity/max_abs_nats"] = agreement.max_abs
@@ -160,14 +182,17 @@ class Trainer:
             skipped=not update.applied,
             reason="" if update.applied else NOT_FINITE,
             parity=agreement,
+            alarms=alarms,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of moments and counters: {"tensors": {...}, "counters": {...}}."""
-        return self.optimiser.state_dict()
+        """Copies of moments and counters, and the controllers that there are: {"tensors": {...},
+        "counters": {...}, "entropy": {...}, "kl": {...}}."""
+        return self.optimiser.state_dict() | self.regulariser.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises WeightsError: the state belongs to another policy."""
+        """Raises WeightsError: the state belongs to another policy, or to other controllers."""
+        self.regulariser.load_state_dict(state)
         self.optimiser.load_state_dict(state)
 
     def _pack(self, samples: Sequence[Sample], sums: Sums) -> list[MicroBatch]:
@@ -208,15 +233,17 @@ class Trainer:
         return scored, gone
 
     def _accumulate(
-        self, micro: MicroBatch, samples: Sequence[Sample], sums: Sums
+        self, i: int, micro: MicroBatch, keys: Sequence[str], terms: Terms, sums: Sums
     ) -> NDArray[np.float32]:
-        """Forward and backward of one micro-batch; its log-probabilities [n], detached."""
+        """Forward and backward of micro-batch i; its log-probabilities [n], detached."""
         started = time.perf_counter()
-        out = forward(self.policy, micro)
+        out = forward(self.policy, micro, entropy_gradient=terms.entropy_gradient)
         middle = time.perf_counter()
-        result = self.objective.loss(out, self._keys(micro, samples))
-        result.loss.backward()
-        values = result.stats | {"loss": result.loss.detach(), "entropy": out.entropy.sum()}
+        result = self.objective.loss(replace(out, advantage=terms.advantages(i, out)), keys)
+        penalty, described = terms.penalty(i, out)
+        (result.loss if penalty is None else result.loss + penalty).backward()
+        values = result.stats | described
+        values |= {"loss": result.loss.detach(), "entropy": out.entropy.detach().sum()}
         # One transfer for all of them: on a GPU each would wait for the device.
         sums.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         done = time.perf_counter()
