@@ -10,8 +10,6 @@ Guarantees:
 - a loss sees the tokens of its own algorithm as trained, and no others;
 - statistics of ratios are of pi / mu, also where a correction gave the loss another behaviour.
 
-`options` may be changed between steps: they are what the next step's losses are called with.
-
 Takes: Samples, and micro-batches after their forward. Gives: weights, rejected rows, LossOutputs.
 """
 
