@@ -32,7 +32,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, finish, say
+from benchmarks.common import RESULTS, commit, finish, say
 
 NAME = "first_run"
 ROWS = RESULTS / f"{NAME}.jsonl"
@@ -58,15 +58,6 @@ def _chosen(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in default or value != default[key]
     }
-
-
-def commit() -> str:
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], capture_output=True, text=True, check=True, cwd=RESULTS
-        ).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
 
 
 def measure(seed: int) -> dict[str, Any]:
