@@ -372,7 +372,7 @@ class LearnConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     """Global norm; 0 = off."""
-    micro_tokens: int = 4096
+    micro_tokens: int = 2048
     """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
     entropy: EntropyConfig | None = None
     """What holds the entropy; None = it goes where the loss takes it."""
