@@ -181,6 +181,7 @@ ENTROPY_OPEN_LOOP = ("repo_d", "clip_cov", "kl_cov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.entropy")
 class EntropyConfig:
     """Which settings a method has, what they mean and their defaults: docs/entropy.md. None takes
     the method's default; a setting that it does not have is an error."""
@@ -261,6 +262,7 @@ def _check_target(target: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.kl")
 class KLConfig:
     """A pull towards the reference policy, which the run starts from; see docs/entropy.md."""
 
