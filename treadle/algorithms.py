@@ -334,9 +334,9 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             if several
             else "learn.reward_weights is set, but no algorithm of this run compares parts of the "
             "reward",
-            hint='--set learn.reward_weights=\'{"score": 1, "lenient": 0.5}\''
+            hint=setting('learn.reward_weights={"score": 1, "lenient": 0.5}')
             if several
-            else "--set learn.algorithm=gdpo",
+            else setting("learn.algorithm=gdpo"),
         )
     return out
 

@@ -299,7 +299,7 @@ class KLConfig:
         if self.discount != 1.0 and self.term != "k1_in_reward":
             raise ConfigError(
                 f"`learn.kl.discount` is {self.discount}, but `{self.term}` has no returns",
-                hint="--set learn.kl.term=k1_in_reward, or leave the discount out",
+                hint=f"{setting('learn.kl.term=k1_in_reward')}, or leave the discount out",
             )
 
 

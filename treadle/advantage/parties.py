@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from treadle.advantage.estimate import find, of_party
 from treadle.advantage.judged import comparable, judged, trained_parties
 from treadle.advantage.tokens import Advantage, map_tokens
-from treadle.errors import ConfigError, ContractError
+from treadle.errors import ConfigError, ContractError, setting
 from treadle.types import Group, Party, Trajectory
 
 NOT_POLICY = frozenset({Party.FROZEN, Party.ENVIRONMENT})
@@ -58,7 +58,7 @@ def advantages(
         raise ConfigError(
             f"advantage `gdpo` reads the parts of one party's reward, but {len(parties)} parties "
             f"are trained: {', '.join(sorted(parties))}",
-            hint="--set learn.advantage=group_mean",
+            hint=setting("learn.advantage=group_mean"),
         )
     known = baseline if isinstance(baseline, Mapping) else {Party.POLICY: baseline or 0.0}
     found = {
