@@ -204,10 +204,10 @@ def test_sources_and_algorithms_that_do_not_fit_are_refused(sources):
     names = (sources[0], sources[1])
     with pytest.raises(ConfigError, match="holds demonstrations, and algorithm `cispo`"):
         resolve_run(small(chat, tasks, learn=LearnConfig()), names)
-    with pytest.raises(ConfigError, match="`sft` learns from demonstrations.*makes rollouts"):
+    with pytest.raises(ConfigError, match=r"`sft` learns from demonstrations.*makes rollouts"):
         resolve_run(small(chat, tasks), names)
     resolve_run(small(chat, replace(tasks, ratio=0)), names)
-    with pytest.raises(ConfigError, match="learn.teacher is null"):
+    with pytest.raises(ConfigError, match=r"learn\.teacher is null"):
         resolve_run(small(tasks, learn=LearnConfig(algorithm="distill")), names[1:])
     teacher = TeacherConfig(source="tiny-random")
     with pytest.raises(ConfigError, match="no algorithm of this run asks a teacher"):

@@ -268,8 +268,8 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         loss="prime_rl",
         aggregation="token_mean",
         distils=True,
-        source="on-policy distillation, reverse KL per token (arXiv:2306.13649, its on-policy case), "
-        "as a policy gradient with discount 0; loss as in prime-rl",
+        source="the on-policy case of arXiv:2306.13649, reverse KL per token as a policy gradient "
+        "with discount 0; loss as in prime-rl",
     ),
     Algorithm(
         name="distill_reward",

@@ -421,9 +421,9 @@ def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
     def numbers(values: Mapping[str, Any]) -> str:
         return f" ({', '.join(f'{k} {v}' for k, v in values.items())})" if values else ""
 
-    correction = algorithm["correction"]
+    correction, advantage = algorithm["correction"], algorithm["advantage"] or "none"
     return (
-        f"{algorithm['name']} = advantage {algorithm['advantage'] or 'none'}, loss {algorithm['loss']}"
+        f"{algorithm['name']} = advantage {advantage}, loss {algorithm['loss']}"
         f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
         + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
         + (f", correction{numbers(correction)}" if correction else "")

@@ -135,8 +135,8 @@ class Rollouts:
         if not self._chosen:
             best = f"the best has {max(rewards):g}" if rewards else "none was finished and judged"
             raise DataError(
-                f"{self.name}: none of {total} rollouts has a reward of {self.options.min_reward:g} "
-                f"or more: {best}",
+                f"{self.name}: none of {total} rollouts has a reward of "
+                f"{self.options.min_reward:g} or more: {best}",
                 hint="lower the option `min_reward`",
             )
 
