@@ -142,9 +142,15 @@ def drift(method: str, folder: Path) -> dict[str, Any]:
     untouched = [f"--tasks=jsonl:{folder / name}" for name in ("small.jsonl", "large.jsonl")]
     asked = [f"--questions={QUESTIONS}", f"--samples={SAMPLES}", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "treadle.cli.main", "drift", str(folder / method)]
-        + untouched
-        + asked,
+        [
+            sys.executable,
+            "-m",
+            "treadle.cli.main",
+            "drift",
+            str(folder / method),
+            *untouched,
+            *asked,
+        ],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
