@@ -224,6 +224,14 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         source="arXiv:2501.03262, the variant with a group baseline",
     ),
     Algorithm(
+        name="ppo",
+        advantage="gae",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:1707.06347 with GAE arXiv:1506.02438 that skips observations; its critic is "
+        "learn.critic",
+    ),
+    Algorithm(
         name="maxrl",
         advantage="maxrl",
         loss="cispo",
@@ -305,8 +313,8 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
 
     Raises:
         ConfigError: as `resolve`; an algorithm that cannot learn from rollouts; groups of one
-            where the advantage compares the trajectories of a group; weights of rewards that
-            nothing reads, or that are missing.
+            where the advantage compares the trajectories of a group; weights of rewards, or a
+            critic, that nothing reads or that are missing.
     """
     length = config.rollout.max_new_tokens
     out = {"": resolve(config.learn, norm_tokens=length)}
@@ -327,6 +335,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 "is learnt",
                 hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
+    check_critic(config.learn, out)
     several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
     if several != bool(config.learn.reward_weights):
         raise ConfigError(
@@ -339,6 +348,25 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             else "--set learn.algorithm=gdpo",
         )
     return out
+
+
+def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`."""
+    wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    if wanted and learn.critic is None:
+        raise ConfigError(
+            f"advantage `gae` of algorithm `{wanted[0]}` needs values, and there is no critic: "
+            "learn.critic is null",
+            hint=f"{setting('learn.critic={}')} takes one with all defaults, "
+            f"{setting('learn.critic.kind=model')} a model of its own",
+        )
+    if learn.critic is not None and not wanted:
+        used = sorted({a.advantage for a in algorithms.values() if a.advantage})
+        raise ConfigError(
+            f"learn.critic is set, but no algorithm of this run asks a critic: the advantages are "
+            f"{', '.join(used)}",
+            hint=f"{setting('learn.algorithm=ppo')}, or leave learn.critic out",
+        )
 
 
 def describe(algorithm: Algorithm) -> dict[str, Any]:
