@@ -325,7 +325,7 @@ def test_a_critic_goes_on_with_the_same_bits_after_a_crash(tasks, tmp_path, kind
 
 def test_rewards_that_are_all_equal_are_trained_on_under_a_critic(tasks, tmp_path):
     """Nothing is compared, so nothing is dropped; the critic learns what the reward is."""
-    learn = LearnConfig(lr=1e-2, algorithm="ppo", critic=CriticConfig())
+    learn = LearnConfig(lr=1e-3, algorithm="ppo", critic=CriticConfig())
     run_config(small(tasks, steps=2, learn=learn), tmp_path / "run", reward=constant)
     with Store.open(tmp_path / "run", readonly=True) as store:
         losses = [s.metrics["value/loss"] for s in store.steps()]
