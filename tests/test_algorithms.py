@@ -232,6 +232,12 @@ def test_a_critic_that_no_algorithm_asks_is_refused_and_one_that_a_task_set_asks
     assert resolve_run(config, ("a",))["a"].advantage == "gae"
 
 
+def test_a_critic_does_not_go_with_a_teacher() -> None:
+    settings = ["learn.algorithm=distill", "learn.advantage=gae", "learn.critic={}"]
+    with pytest.raises(ConfigError, match="one outcome per row"):
+        resolve_run(override(RunConfig(), [*settings, "learn.teacher.source=x"]), ())
+
+
 def test_a_model_of_its_own_has_no_gradient_into_the_policy_to_switch() -> None:
     with pytest.raises(ConfigError, match=r"`learn\.critic\.trunk_gradient` is true"):
         CriticConfig(kind="model", trunk_gradient=True)

@@ -13,7 +13,7 @@ Takes: LearnConfig or RunConfig. Gives: Algorithms.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,8 @@ class Algorithm:
 
     name: str
     advantage: str
-    """Estimator in `advantage.ESTIMATORS`; "" = it learns from demonstrations, which have none."""
+    """Estimator in `advantage.ESTIMATORS`; "" = rewards are not looked at: it learns from
+    demonstrations, or from a teacher alone."""
     loss: str
     """In `losses.LOSSES`."""
     aggregation: str
@@ -42,6 +43,8 @@ class Algorithm:
     correction: CorrectionConfig = NONE
     norm_tokens: int = 0
     """L of `seq_mean_token_sum_norm`."""
+    distils: bool = False
+    """A token's advantage gets learn.teacher.coef x (log pi_teacher - log mu) added."""
     source: str = ""
     """Where the definition comes from, and what was chosen where it is silent."""
 
@@ -267,6 +270,23 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         aggregation="token_mean",
         source="maximum likelihood of demonstrations",
     ),
+    Algorithm(
+        name="distill",
+        advantage="",
+        loss="prime_rl",
+        aggregation="token_mean",
+        distils=True,
+        source="the on-policy case of arXiv:2306.13649, reverse KL per token as a policy gradient "
+        "with discount 0; loss as in prime-rl",
+    ),
+    Algorithm(
+        name="distill_reward",
+        advantage="group_mean",
+        loss="prime_rl",
+        aggregation="token_mean",
+        distils=True,
+        source="`distill`, its advantages added to those of the reward",
+    ),
 )
 """By name. A preset that differs in one number from another is a preset too: the numbers are the
 point."""
@@ -312,21 +332,18 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
         names: of the task sets, in the order of `config.tasks`.
 
     Raises:
-        ConfigError: as `resolve`; an algorithm that cannot learn from rollouts; groups of one
-            where the advantage compares the trajectories of a group; weights of rewards, or a
-            critic, that nothing reads or that are missing.
+        ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
+            a teacher or a critic that is missing, or that nothing asks; groups of one
+            where the advantage compares the trajectories of a group; weights of rewards that
+            nothing reads, or that are missing.
     """
     length = config.rollout.max_new_tokens
     out = {"": resolve(config.learn, norm_tokens=length)}
     for name, tasks in zip(names, config.tasks, strict=True):
         out[name] = resolve(config.learn, tasks.algorithm, norm_tokens=length)
+    _check_sources(config, names, out)
+    check_teacher(config.learn, out)
     for algorithm in out.values():
-        if not algorithm.advantage:
-            raise ConfigError(
-                f"algorithm `{algorithm.name}` learns from demonstrations, and a run makes "
-                "rollouts: they have no advantage under it",
-                hint=setting("learn.algorithm=cispo"),
-            )
         if config.rollout.group_size < 2 and algorithm.advantage in GROUP_RELATIVE:
             raise ConfigError(
                 f"rollout.group_size is {config.rollout.group_size}, but advantage "
@@ -343,16 +360,22 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             if several
             else "learn.reward_weights is set, but no algorithm of this run compares parts of the "
             "reward",
-            hint='--set learn.reward_weights=\'{"score": 1, "lenient": 0.5}\''
+            hint=setting('learn.reward_weights={"score": 1, "lenient": 0.5}')
             if several
-            else "--set learn.algorithm=gdpo",
+            else setting("learn.algorithm=gdpo"),
         )
     return out
 
 
 def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
-    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`."""
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`, or a teacher besides."""
     wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    if any(a.advantage == "gae" and a.distils for a in algorithms.values()):
+        raise ConfigError(
+            "advantage `gae` takes one outcome per row, and a teacher's advantages differ from "
+            "token to token",
+            hint=f"{setting('learn.algorithm=distill_reward')} with its own advantage",
+        )
     if wanted and learn.critic is None:
         raise ConfigError(
             f"advantage `gae` of algorithm `{wanted[0]}` needs values, and there is no critic: "
@@ -369,6 +392,49 @@ def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> Non
         )
 
 
+def _check_sources(
+    config: RunConfig, names: Sequence[str], algorithms: Mapping[str, Algorithm]
+) -> None:
+    """Raises ConfigError: rollouts under an algorithm for demonstrations, or the reverse."""
+    demonstrates = {n: t.demonstrates for n, t in zip(names, config.tasks, strict=True)}
+    # The run's own algorithm trains what no task set names: where there are none, rollouts.
+    for name in names or ("",):
+        algorithm, shown = algorithms[name], demonstrates.get(name, False)
+        if shown and algorithm.term != "ce":
+            raise ConfigError(
+                f"task set `{name}` holds demonstrations, and algorithm `{algorithm.name}` learns "
+                "from rollouts",
+                hint=f"{setting(f'tasks.{names.index(name)}.algorithm=sft')}, or "
+                f"{setting('learn.algorithm=sft')} for all task sets",
+            )
+        trained = name not in demonstrates or config.tasks[names.index(name)].ratio > 0
+        if trained and not shown and not algorithm.advantage and not algorithm.distils:
+            raise ConfigError(
+                f"algorithm `{algorithm.name}` learns from demonstrations"
+                + (f", and task set `{name}` makes rollouts" if name else "")
+                + ", and a run makes rollouts: they have no advantage under it",
+                hint=f"{setting('learn.algorithm=cispo')}; a task set that is only evaluated has "
+                "ratio 0; demonstrations are `chat:PATH` and `rollouts:RUN_DIR`",
+            )
+
+
+def check_teacher(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: an algorithm asks a teacher and there is none, or the reverse."""
+    asking = [a.name for a in algorithms.values() if a.distils]
+    if asking and learn.teacher is None:
+        raise ConfigError(
+            f"algorithm `{asking[0]}` learns from a teacher, and there is none: learn.teacher is "
+            "null",
+            hint=f"{setting('learn.teacher.source=runs/first-run')}: a run, a model, or "
+            "learn.teacher.system for the same model under another system message",
+        )
+    if learn.teacher is not None and not asking:
+        raise ConfigError(
+            "learn.teacher is set, but no algorithm of this run asks a teacher",
+            hint=f"{setting('learn.algorithm=distill')}, or leave learn.teacher out",
+        )
+
+
 def describe(algorithm: Algorithm) -> dict[str, Any]:
     """All that it is, defaults of the loss included, as JSON values."""
     on = {k: v for k, v in asdict(algorithm.correction).items() if v != getattr(NONE, k)}
@@ -380,6 +446,8 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "correction": on,
     }
+    if algorithm.distils:
+        out["teacher"] = True
     if algorithm.aggregation == "seq_mean_token_sum_norm":
         out["norm_tokens"] = algorithm.norm_tokens
     return out
@@ -396,7 +464,8 @@ def _check(algorithm: Algorithm) -> None:
         ("advantage", algorithm.advantage, ESTIMATORS),
         ("loss", algorithm.loss, LOSSES),
     ):
-        if name not in known and not (what == "advantage" and algorithm.term == "ce"):
+        open_ = algorithm.term == "ce" or algorithm.distils
+        if name not in known and not (what == "advantage" and not name and open_):
             raise ConfigError(
                 f"algorithm `{algorithm.name}`: unknown {what} `{name}`",
                 hint=did_you_mean(name, known),

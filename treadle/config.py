@@ -11,7 +11,8 @@ through JSON, so the store holds exactly what ran.
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
     |   |-- kl         KLConfig        what holds the policy near its reference
-    |   `-- critic     CriticConfig    the value model of PPO
+    |   |-- critic     CriticConfig    the value model of PPO
+    |   `-- teacher    TeacherConfig   who is distilled
     |-- schedule   ScheduleConfig    eta, max_lag
     |-- eval       EvalConfig        held-out questions and samples
     `-- store      StoreConfig       checkpoints and retention
@@ -103,13 +104,14 @@ class ModelConfig:
 @_typed("tasks")
 class TasksConfig:
     source: str = ""
-    """"jsonl:PATH" or "reasoning_gym:FAMILY"."""
+    """"jsonl:PATH" or "reasoning_gym:FAMILY"; of demonstrations, for an algorithm that learns from
+    them (`sft`): "chat:PATH" or "rollouts:RUN_DIR"."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the source, e.g. a reasoning-gym family's difficulty; checked by the source."""
     system: str = ""
     """System message put before each task; empty = none."""
     ratio: float = 1.0
-    """Share of the groups relative to the other task sets."""
+    """Share of the groups relative to the other task sets; 0 = evaluated and never trained on."""
     reward: str = "score"
     """"score" (the task set's strict score), "lenient", or "module:function"."""
     algorithm: str = ""
@@ -117,7 +119,20 @@ class TasksConfig:
     run's, which is `learn.algorithm` with what `learn` replaces of it."""
 
     def __post_init__(self) -> None:
-        _require(self.ratio > 0, "tasks.ratio", self.ratio, "> 0")
+        _require(self.ratio >= 0, "tasks.ratio", self.ratio, ">= 0")
+        if self.demonstrates and (self.reward != "score" or self.ratio == 0):
+            name = "ratio" if self.ratio == 0 else "reward"
+            raise ConfigError(
+                f"`tasks.{name}` is {_cut(repr(getattr(self, name)))}, but "
+                f"`{_cut(self.source)}` holds demonstrations, which are trained on and never "
+                "judged or evaluated",
+                hint="leave it out",
+            )
+
+    @property
+    def demonstrates(self) -> bool:
+        """The source holds demonstrations: they are learnt as they stand, and never evaluated."""
+        return self.source.partition(":")[0] in ("chat", "rollouts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +197,7 @@ ENTROPY_OPEN_LOOP = ("repo_d", "clip_cov", "kl_cov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.entropy")
 class EntropyConfig:
     """Which settings a method has, what they mean and their defaults: docs/entropy.md. None takes
     the method's default; a setting that it does not have is an error."""
@@ -262,6 +278,7 @@ def _check_target(target: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.kl")
 class KLConfig:
     """A pull towards the reference policy, which the run starts from; see docs/entropy.md."""
 
@@ -298,7 +315,34 @@ class KLConfig:
         if self.discount != 1.0 and self.term != "k1_in_reward":
             raise ConfigError(
                 f"`learn.kl.discount` is {self.discount}, but `{self.term}` has no returns",
-                hint="--set learn.kl.term=k1_in_reward, or leave the discount out",
+                hint=f"{setting('learn.kl.term=k1_in_reward')}, or leave the discount out",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.teacher")
+class TeacherConfig:
+    """Who is distilled by an algorithm that asks a teacher (`distill`, `distill_reward`): each
+    sampled token's advantage gets coef x (log pi_teacher - log mu). The tokenizer must be the
+    model's own; see docs/sft-and-distillation.md."""
+
+    source: str = ""
+    """A run directory (its newest checkpoint), a known name, a directory or a hub id; "" = the
+    model that the run starts from."""
+    system: str = ""
+    """System message that the teacher alone is shown, in place of the task's own; "" = the teacher
+    sees what the model saw."""
+    coef: float = 1.0
+    """Advantage per nat."""
+
+    def __post_init__(self) -> None:
+        _require(self.coef > 0, "learn.teacher.coef", self.coef, "> 0")
+        if not self.source and not self.system:
+            raise ConfigError(
+                "`learn.teacher` has neither a source nor a system message: the teacher would be "
+                "the model that the run starts from, and there would be nothing to learn",
+                hint=f"{setting('learn.teacher.source=runs/first-run')}, or a system message that "
+                "makes the model better",
             )
 
 
@@ -418,7 +462,7 @@ class LearnConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     """Global norm; 0 = off."""
-    micro_tokens: int = 4096
+    micro_tokens: int = 2048
     """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
     entropy: EntropyConfig | None = None
     """What holds the entropy; None = it goes where the loss takes it."""
@@ -426,6 +470,8 @@ class LearnConfig:
     """A pull towards the reference policy; None = there is no reference."""
     critic: CriticConfig | None = None
     """The value model that the advantage `gae` (algorithm `ppo`) needs; {} = all its defaults."""
+    teacher: TeacherConfig | None = None
+    """Who is distilled; needed by the algorithms that ask a teacher, and by them alone."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
     parity_stop: float = 0.0

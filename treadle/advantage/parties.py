@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from treadle.advantage.estimate import find, of_party
 from treadle.advantage.judged import comparable, judged, trained_parties
 from treadle.advantage.tokens import Advantage, map_tokens
-from treadle.errors import ConfigError, ContractError
+from treadle.errors import ConfigError, ContractError, setting
 from treadle.types import Group, Party, Trajectory
 
 NOT_POLICY = frozenset({Party.FROZEN, Party.ENVIRONMENT})
@@ -59,7 +59,7 @@ def advantages(
         raise ConfigError(
             f"advantage `{estimator}` {alone[estimator]}, but {len(parties)} parties "
             f"are trained: {', '.join(sorted(parties))}",
-            hint="--set learn.algorithm=cispo compares each party with its own in the group",
+            hint=setting("learn.advantage=group_mean"),
         )
     known = baseline if isinstance(baseline, Mapping) else {Party.POLICY: baseline or 0.0}
     found = {

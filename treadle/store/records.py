@@ -150,6 +150,11 @@ class TrajectoryRow:
     """That trained its group; `advantage` None = this one was left out of it."""
     advantage: float | None
 
+    @property
+    def demonstrated(self) -> bool:
+        """Nothing was sampled, and there are tokens to learn."""
+        return self.num_trained > 0 and self.num_sampled == 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
