@@ -227,6 +227,14 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         source="arXiv:2501.03262, the variant with a group baseline",
     ),
     Algorithm(
+        name="ppo",
+        advantage="gae",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:1707.06347 with GAE arXiv:1506.02438 that skips observations; its critic is "
+        "learn.critic",
+    ),
+    Algorithm(
         name="maxrl",
         advantage="maxrl",
         loss="cispo",
@@ -325,7 +333,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
 
     Raises:
         ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
-            a teacher that is missing, or that nothing asks; groups of one
+            a teacher or a critic that is missing, or that nothing asks; groups of one
             where the advantage compares the trajectories of a group; weights of rewards that
             nothing reads, or that are missing.
     """
@@ -344,6 +352,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 "is learnt",
                 hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
+    check_critic(config.learn, out)
     several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
     if several != bool(config.learn.reward_weights):
         raise ConfigError(
@@ -356,6 +365,31 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             else setting("learn.algorithm=gdpo"),
         )
     return out
+
+
+def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`, or a teacher besides."""
+    wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    if any(a.advantage == "gae" and a.distils for a in algorithms.values()):
+        raise ConfigError(
+            "advantage `gae` takes one outcome per row, and a teacher's advantages differ from "
+            "token to token",
+            hint=f"{setting('learn.algorithm=distill_reward')} with its own advantage",
+        )
+    if wanted and learn.critic is None:
+        raise ConfigError(
+            f"advantage `gae` of algorithm `{wanted[0]}` needs values, and there is no critic: "
+            "learn.critic is null",
+            hint=f"{setting('learn.critic={}')} takes one with all defaults, "
+            f"{setting('learn.critic.kind=model')} a model of its own",
+        )
+    if learn.critic is not None and not wanted:
+        used = sorted({a.advantage for a in algorithms.values() if a.advantage})
+        raise ConfigError(
+            f"learn.critic is set, but no algorithm of this run asks a critic: the advantages are "
+            f"{', '.join(used)}",
+            hint=f"{setting('learn.algorithm=ppo')}, or leave learn.critic out",
+        )
 
 
 def _check_sources(

@@ -449,7 +449,13 @@ async def _parts(
                     engine=engine,
                     max_rows=rows,
                     renderer=renderer,
-                    trainer=Trainer(policy, config.learn, seed=config.seed, algorithms=algorithms),
+                    trainer=Trainer(
+                        policy,
+                        config.learn,
+                        seed=config.seed,
+                        algorithms=algorithms,
+                        value_trunk=value_trunk_of(loaded, config),
+                    ),
                     publisher=Publisher(),
                     mix=mix,
                     harness=harness or harness_named(config.rollout.harness),
@@ -629,6 +635,15 @@ def policy_of(loaded: LoadedModel, config: RunConfig) -> Policy:
         device=probe.device,
         seed=config.seed,
     )
+
+
+def value_trunk_of(loaded: LoadedModel, config: RunConfig) -> Policy | None:
+    """The model of its own that the run's critic is, if it is one. With LoRA an adapter of its own
+    on the base that is loaded already; in full fine-tuning the model is loaded once more."""
+    if config.learn.critic is None or config.learn.critic.kind == "head":
+        return None
+    base = load_model(config.model) if config.model.lora is None else loaded
+    return policy_of(base, replace(config, seed=config.seed + 1))
 
 
 def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:

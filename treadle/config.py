@@ -11,6 +11,7 @@ through JSON, so the store holds exactly what ran.
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
     |   |-- kl         KLConfig        what holds the policy near its reference
+    |   |-- critic     CriticConfig    the value model of PPO
     |   `-- teacher    TeacherConfig   who is distilled
     |-- schedule   ScheduleConfig    eta, max_lag
     |-- eval       EvalConfig        held-out questions and samples
@@ -346,6 +347,51 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.critic")
+class CriticConfig:
+    """The value model of PPO, for the advantage `gae`; see docs/advantages.md."""
+
+    kind: Literal["head", "model"] = "head"
+    """head = a linear layer on the policy's last hidden states; model = the same layer on a model
+    of its own, which starts as the run's model and is trained as `model.lora` says."""
+    gamma: float = 1.0
+    """Discount per trained token."""
+    lam: float = 1.0
+    """Lambda of GAE: 1 = return minus value, right for short answers of one turn; .95 to .98 for
+    long ones, once the values mean something (`warmup_steps`)."""
+    value_clip: float = 0.2
+    """How far a value may move in one step, in reward units; 0 = off. It acts from the second of
+    the `steps` on: before the first, nothing has moved."""
+    coef: float = 0.5
+    """What the value loss is multiplied by: against the policy's loss where `trunk_gradient` adds
+    both, else against `learn.grad_clip` alone, as AdamW does not see a scale."""
+    lr_scale: float = 10.0
+    """The critic's learning rate over `learn.lr`; constant from the start."""
+    warmup_steps: int = 0
+    """First steps of the run that train the critic alone."""
+    steps: int = 2
+    """Updates of the critic per step, each over all rows."""
+    trunk_gradient: bool = False
+    """head: the value loss trains the policy's weights too. Off: the policy's task is not mixed
+    with another, and the hidden states are computed once for all `steps`."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.gamma <= 1, "learn.critic.gamma", self.gamma, "in [0, 1]")
+        _require(0 <= self.lam <= 1, "learn.critic.lam", self.lam, "in [0, 1]")
+        _require(self.value_clip >= 0, "learn.critic.value_clip", self.value_clip, ">= 0")
+        _require(self.coef > 0, "learn.critic.coef", self.coef, "> 0")
+        _require(self.lr_scale > 0, "learn.critic.lr_scale", self.lr_scale, "> 0")
+        _require(self.warmup_steps >= 0, "learn.critic.warmup_steps", self.warmup_steps, ">= 0")
+        _require(self.steps >= 1, "learn.critic.steps", self.steps, ">= 1")
+        if self.trunk_gradient and self.kind == "model":
+            raise ConfigError(
+                "`learn.critic.trunk_gradient` is true, but a critic of kind `model` shares no "
+                "trained weight with the policy",
+                hint="leave it out: a model of its own is trained anyway",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("learn.correction")
 class CorrectionConfig:
     """What is done where sampler and trainer disagree about the same weights; the default does
@@ -422,6 +468,8 @@ class LearnConfig:
     """What holds the entropy; None = it goes where the loss takes it."""
     kl: KLConfig | None = None
     """A pull towards the reference policy; None = there is no reference."""
+    critic: CriticConfig | None = None
+    """The value model that the advantage `gae` (algorithm `ppo`) needs; {} = all its defaults."""
     teacher: TeacherConfig | None = None
     """Who is distilled; needed by the algorithms that ask a teacher, and by them alone."""
     zero_variance: Literal["drop", "keep"] = "drop"

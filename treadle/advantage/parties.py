@@ -46,17 +46,18 @@ def advantages(
         token by node id, NaN where the token is not to be trained.
 
     Raises:
-        ConfigError: unknown estimator; no weights, or several trained parties, for `gdpo`; a
-            reward below 0 for `maxrl`.
+        ConfigError: unknown estimator; no weights for `gdpo`; several trained parties for `gdpo`
+            or `gae`; a reward below 0 for `maxrl`.
         ContractError: a reward is not finite or missing, a trajectory comes twice, or a group's
             advantages do not sum to 0 where the estimator promises it.
     """
     find(estimator)
     trained = {t.id: _parties(t) for group in groups for t in group.scored}
     parties = {party for of_one in trained.values() for party in of_one}
-    if estimator == "gdpo" and parties - {Party.POLICY}:
+    alone = {"gdpo": "reads the parts of one party's reward", "gae": "values one party's tokens"}
+    if estimator in alone and parties - {Party.POLICY}:
         raise ConfigError(
-            f"advantage `gdpo` reads the parts of one party's reward, but {len(parties)} parties "
+            f"advantage `{estimator}` {alone[estimator]}, but {len(parties)} parties "
             f"are trained: {', '.join(sorted(parties))}",
             hint=setting("learn.advantage=group_mean"),
         )
