@@ -120,6 +120,8 @@ def _taskset(
         "name": taskset.name,
         "provenance": asdict(taskset.provenance),
         "share": settings.ratio / total,
+        "minimum": settings.minimum,
+        "curriculum": to_dict(settings.curriculum),
         "reward": settings.reward,
         "train_tasks": train,
         "held_out_questions": len(asked),
@@ -166,6 +168,7 @@ def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, An
         "prompt_tokens": round(prompt * rollout.groups_per_step),
         "tokens_per_trajectory_max": round(prompt + sampled),
         "micro_tokens": config.learn.micro_tokens,
+        "spread_keep": config.learn.spread_keep,
     }
 
 
@@ -327,7 +330,10 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters",
     ]
     lines += [
-        f"  tasks           {t['name']}: {t['share']:.0%} of groups, reward {t['reward']}, "
+        f"  tasks           {t['name']}: {t['share']:.0%} of groups"
+        + (f", at least {t['minimum']} in a step" if t["minimum"] else "")
+        + (", by pass rate" if t["curriculum"] else "")
+        + f", reward {t['reward']}, "
         f"prompts of about {t['prompt_tokens_mean']:.0f} tokens, "
         f"{t['held_out_questions']} held-out questions ({t['held_out_split']})"
         for t in result["tasks"]
@@ -338,7 +344,13 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
     ]
     lines += [
         f"  a step          {step['groups']} groups x {config.rollout.group_size}, up to "
-        f"{step['sampled_tokens_max']:,} sampled tokens; {step['steps']} steps",
+        f"{step['sampled_tokens_max']:,} sampled tokens"
+        + (
+            f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
+            if step["spread_keep"]
+            else ""
+        )
+        + f"; {step['steps']} steps",
         f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
         f"{evaluation['samples']} samples = {evaluation['answers']:,} answers",
         f"  memory          {_memory_line(result['memory'])}",
@@ -360,6 +372,7 @@ def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
         f"{algorithm['name']} = advantage {algorithm['advantage']}, loss {algorithm['loss']}"
         f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
         + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
+        + (f", credit{numbers(algorithm['credit'])}" if "credit" in algorithm else "")
         + (f", correction{numbers(correction)}" if correction else "")
     )
 
