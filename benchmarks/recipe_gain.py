@@ -35,15 +35,15 @@ def setting(recipe: str) -> str:
     from treadle.config import RunConfig, TasksConfig, to_dict
 
     config = to_dict(replace(load(recipe), seed=0))
-    chosen = _chosen(config, to_dict(RunConfig()))
-    chosen["tasks"] = [_chosen(tasks, to_dict(TasksConfig())) for tasks in config["tasks"]]
-    return blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=6).hexdigest()
+    found = chosen(config, to_dict(RunConfig()))
+    found["tasks"] = [chosen(tasks, to_dict(TasksConfig())) for tasks in config["tasks"]]
+    return blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
-def _chosen(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+def chosen(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """What differs from the default, at any depth of sections."""
     return {
-        key: _chosen(value, default[key])
+        key: chosen(value, default[key])
         if isinstance(value, dict) and isinstance(default.get(key), dict)
         else value
         for key, value in config.items()

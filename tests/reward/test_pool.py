@@ -639,3 +639,29 @@ def test_an_exception_without_words_and_closed_streams_do_not_end_a_worker(
     assert pool.score_sync(close_the_streams, make(), LIMIT_S).value == 1.0
     assert pool.score_sync(exact, make(), LIMIT_S).value == 1.0
     assert pool.stats.get("crashes", 0) == crashes
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "flagged"),
+    [
+        ({"score": 1.0, "flagged": [(0, 0, 1)]}, 1.0, ((0, 0, 1),)),
+        ({"score": 0.5, "flagged": []}, 0.5, ()),
+        ({"score": 1.0, "flagged": [(0, 0, 999)]}, None, "tokens 0..999 of node 0"),
+        ({"score": 1.0, "flagged": [(77, 0, 1)]}, None, "node 77, which does not exist"),
+        ({"score": 1.0, "flagged": [(0, 1, 1)]}, None, "tokens 1..1 of node 0"),
+        ({"score": 1.0, "flagged": [(0, 0.5, 1)]}, None, "0.5"),
+        ({"score": 1.0, "flagged": ["all of it"]}, None, "all of it"),
+        ({"score": 1.0, "flagged": 1.0}, None, "returned 1.0 as `flagged`"),
+    ],
+)
+def test_a_reward_flags_spans_of_tokens_and_wrong_ones_leave_it_unscored(
+    pool: GraderPool, make: Make, value: Any, reward: float | None, flagged: Any
+) -> None:
+    found = pool.score_sync(returning(value), make(), LIMIT_S)
+    assert found.value == reward
+    if reward is None:
+        assert found.error is not None and flagged in found.error.message
+        assert "node.id" in found.error.hint
+    else:
+        assert tuple((s.node, s.start, s.end) for s in found.flagged) == flagged
+        assert "flagged" not in found.parts

@@ -137,6 +137,8 @@ def _taskset(
         "kind": "rollouts",
         "provenance": asdict(taskset.provenance),
         "share": settings.ratio / total,
+        "minimum": settings.minimum,
+        "curriculum": to_dict(settings.curriculum),
         "reward": settings.reward,
         "train_tasks": train,
         "held_out_questions": len(asked),
@@ -225,6 +227,7 @@ def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, An
         "prompt_tokens": round(prompt * rollout.groups_per_step),
         "tokens_per_trajectory_max": round(prompt + sampled),
         "micro_tokens": config.learn.micro_tokens,
+        "spread_keep": config.learn.spread_keep,
     }
 
 
@@ -404,7 +407,13 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
     ]
     lines += [
         f"  a step          {step['groups']} groups, {step['trajectories']} trajectories, up to "
-        f"{step['sampled_tokens_max']:,} sampled tokens; {step['steps']} steps",
+        f"{step['sampled_tokens_max']:,} sampled tokens"
+        + (
+            f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
+            if step["spread_keep"]
+            else ""
+        )
+        + f"; {step['steps']} steps",
         f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
         f"{evaluation['samples']} samples = {evaluation['answers']:,} answers",
         f"  memory          {_memory_line(result['memory'])}",
@@ -440,6 +449,7 @@ def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
         f"{algorithm['name']} = advantage {advantage}, loss {algorithm['loss']}"
         f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
         + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
+        + (f", credit{numbers(algorithm['credit'])}" if "credit" in algorithm else "")
         + (f", correction{numbers(correction)}" if correction else "")
         + (", plus the teacher's" if "teacher" in algorithm else "")
     )
