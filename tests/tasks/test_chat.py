@@ -69,7 +69,10 @@ def test_tool_calls_are_read_in_the_form_that_providers_write(tmp_path: Path) ->
         ({"messages": [says("assistant", "a")]}, r"messages\[0\] is an assistant's"),
         ({"messages": [*TURNS[:1], says("assistant", " ")]}, r"messages\[1\].* is empty"),
         ({"messages": [*TURNS[:2], says("assistant", "x")]}, r"messages\[2\] follows an assistant"),
-        ({"messages": [says("user", ["a"]), TURNS[1]]}, r"messages\[0\] must have text as `contentt"),
+        (
+            {"messages": [says("user", ["a"]), TURNS[1]]},
+            r"messages\[0\] must have text as `content",
+        ),
         ({"messages": [says("human", "a"), TURNS[1]]}, r"messages\[0\] has role 'human'"),
         ({"messages": [{"content": "a"}, TURNS[1]]}, r"messages\[0\] has role None"),
         ({"messages": ["hello"]}, r"messages\[0\] must be an object"),
