@@ -6,7 +6,8 @@
 The model is made here in ten seconds: 0.33 million random parameters, then our own supervised
 fine-tuning until it solves a third of two families that it has seen: four letters reversed, and
 four letters sorted (about 1,900 questions each, 100 of them held out, which training never sees by
-text). Every parameter is trained; every algorithm has the same prompts, seeds, steps, samples and
+text). Every parameter is trained. Generation runs two steps ahead: at lag 0 with one update per
+batch all losses have one gradient, and there is nothing to compare. Every algorithm has the same prompts, seeds, steps, samples and
 learning rate, and one update per batch, so that it is the algorithm that differs. One rate for all
 is a choice: it is the default's, and others might do better at theirs.
 
@@ -141,6 +142,8 @@ def settings(algorithm: str, seed: int) -> list[str]:
         f"learn.algorithm={'cispo' if algorithm == WRONG else algorithm}",
         f"learn.lr={LR}",
         "learn.warmup_steps=3",
+        "schedule.eta=2",
+        "schedule.max_lag=4",
         "eval.questions=100",
         "eval.samples=8",
         f"eval.every={EVERY}",
