@@ -7,9 +7,9 @@ The model is made here in ten seconds: 0.33 million random parameters, then our 
 fine-tuning until it solves a third of two families that it has seen: four letters reversed, and
 four letters sorted (about 1,900 questions each, 100 of them held out, which training never sees by
 text). Every parameter is trained. Generation runs two steps ahead: at lag 0 with one update per
-batch all losses have one gradient, and there is nothing to compare. Every algorithm has the same prompts, seeds, steps, samples and
-learning rate, and one update per batch, so that it is the algorithm that differs. One rate for all
-is a choice: it is the default's, and others might do better at theirs.
+batch all losses have one gradient, and there is nothing to compare. Every algorithm has the same
+prompts, seeds, steps, samples and learning rate, so that it is the algorithm that differs. One rate
+for all is a choice: it is the default's, and others might do better at theirs.
 
 CPU budget: 40 steps x 8 groups x 8 samples and 5 evaluations take about 20 seconds on one core;
 27 presets x 3 seeds x 2 families on 2 cores are about half an hour.
