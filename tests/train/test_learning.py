@@ -12,6 +12,7 @@ import torch
 from treadle.advantage import ESTIMATORS
 from treadle.batch import spread
 from treadle.config import LearnConfig
+from treadle.losses import POLICY_LOSSES
 from treadle.train import Trainer
 
 
@@ -19,7 +20,7 @@ def rewards_of_a_run(
     policy: Any, *, loss: str = "cispo", estimator: str = "group_mean", sign: float = 1.0
 ) -> list[float]:
     """30 steps of 4 prompts x 8 answers of two tokens; reward: share of tokens = prompt + 4."""
-    trainer = Trainer(policy, LearnConfig(lr=2e-2, loss=loss))  # type: ignore[arg-type]
+    trainer = Trainer(policy, LearnConfig(lr=2e-2, loss=loss))
     generator = torch.Generator().manual_seed(0)
     means = []
     for step in range(30):
@@ -43,7 +44,7 @@ def rewards_of_a_run(
     return means
 
 
-@pytest.mark.parametrize("loss", ["cispo", "ppo_clip"])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_thirty_steps_raise_the_reward(make_policy: Callable[..., Any], loss: str) -> None:
     means = rewards_of_a_run(make_policy(), loss=loss)
     assert sum(means[:3]) / 3 < 0.3
