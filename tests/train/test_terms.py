@@ -442,9 +442,14 @@ def test_a_step_that_is_not_applied_moves_no_controller(policy: Any, draw_step: 
     trainer = Trainer(policy, learn(**both))
     trainer.step(draw_step(policy), step=0)
     samples, state = draw_step(policy, seed=1), trainer.state_dict()
+    # The entropy and the KL of this step are finite; its gradient is not.
+    handle = policy.parameters()["query"].register_hook(lambda grad: grad * math.nan)
+    result = trainer.step(samples, step=1)
+    handle.remove()
+    assert result.skipped and math.isfinite(result.metrics["policy/entropy_nats"])
     with torch.no_grad():
         policy.parameters()["head"][0, 0] = math.inf
-    assert trainer.step(samples, step=1).skipped
+    assert trainer.step(samples, step=2).skipped
     after = trainer.state_dict()
     assert after["entropy"] == state["entropy"] and after["kl"] == state["kl"]
 
