@@ -168,6 +168,33 @@ def test_chosen_tokens_lose_their_gradient_or_are_held(
         assert torch.allclose(gradient(one)[name], grad, atol=1e-6)
 
 
+def test_clip_cov_spends_no_choice_on_a_token_that_the_loss_has_cut_already(
+    policy: Any, draw_step: Draw
+) -> None:
+    samples = draw_step(policy)
+    trainer = Trainer(
+        policy,
+        learn(
+            loss="ppo_clip",
+            entropy=EntropyConfig(method="clip_cov", share=1.0, bounds=(0.01, 5.0)),
+        ),
+    )
+    off(policy, 2.0)
+    (micro,) = pack(samples, micro_tokens=4096)
+    with torch.no_grad():
+        out = forward(policy, micro)
+    ratio = (out.logp - out.behaviour_logp).exp()
+    cut = ((out.advantage > 0) & (ratio > 1.2)) | ((out.advantage < 0) & (ratio < 0.8))
+    c = (out.advantage - out.advantage.mean()) * (out.logp - out.logp.mean())
+    inside = (c > 0.01) & (c < 5.0)
+    assert (inside & cut).any() and (inside & ~cut).any()
+    keys = [""] * len(samples)
+    terms = trainer.regulariser.begin(
+        0, samples, [micro], lambda i, x: trainer.objective.loss(x, keys).loss
+    )
+    assert torch.equal(terms.chosen[0], inside & ~cut)
+
+
 @pytest.mark.parametrize("method", ["bonus", "sac"])
 def test_a_bonus_adds_the_gradient_of_the_mean_entropy(
     make_policy: Make, draw_step: Draw, method: str
@@ -415,9 +442,14 @@ def test_a_step_that_is_not_applied_moves_no_controller(policy: Any, draw_step: 
     trainer = Trainer(policy, learn(**both))
     trainer.step(draw_step(policy), step=0)
     samples, state = draw_step(policy, seed=1), trainer.state_dict()
+    # The entropy and the KL of this step are finite; its gradient is not.
+    handle = policy.parameters()["query"].register_hook(lambda grad: grad * math.nan)
+    result = trainer.step(samples, step=1)
+    handle.remove()
+    assert result.skipped and math.isfinite(result.metrics["policy/entropy_nats"])
     with torch.no_grad():
         policy.parameters()["head"][0, 0] = math.inf
-    assert trainer.step(samples, step=1).skipped
+    assert trainer.step(samples, step=2).skipped
     after = trainer.state_dict()
     assert after["entropy"] == state["entropy"] and after["kl"] == state["kl"]
 

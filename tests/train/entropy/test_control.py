@@ -108,6 +108,10 @@ def test_the_bonus_is_active_below_the_target_alone() -> None:
     c.measure(1, 0.6)
     assert c.start(2).value == 0.0
     assert c.value == 0.0
+    strong = control("bonus", target=0.5, strength=0.004)
+    assert strong.start(0).value == 0.0
+    strong.measure(0, 0.6)
+    assert strong.value == pytest.approx(0.0039) and strong.start(1).value == 0.0
 
 
 def test_a_bonus_is_the_coefficient_times_the_mean_entropy_of_the_step() -> None:
@@ -248,7 +252,7 @@ def test_a_state_of_another_method_is_refused() -> None:
         (["target=[[5, 0.1], [5, 0.2]]"], "steps >= 0 that rise"),
         (["target=first"], "`learn.entropy.target` must be one of `initial`"),
         (["target=-1"], ">= 0 nats"),
-        (["methodx=mai"], "unknown config key"),
+        (["mthd=mai"], "unknown config key"),
     ],
 )
 def test_options_that_are_unknown_or_contradict_are_errors(
