@@ -239,6 +239,15 @@ def test_a_critic_does_not_go_with_a_teacher() -> None:
         resolve_run(override(RunConfig(), [*settings, "learn.teacher.source=x"]), ())
 
 
+def test_a_critic_takes_outcomes_that_no_credit_has_shared_out() -> None:
+    settings = ["learn.algorithm=ppo", "learn.critic={}"]
+    for credit in ("turn_weight=1.0", "span_blame=2.0", "agents=recursive"):
+        with pytest.raises(ConfigError, match=r"`gae` credits every token by itself") as caught:
+            resolve_run(override(RunConfig(), [*settings, f"learn.credit.{credit}"]), ())
+        assert credit.split("=")[0] in caught.value.message
+    resolve_run(override(RunConfig(), [*settings, "learn.credit.agents=root"]), ())
+
+
 def test_a_model_of_its_own_has_no_gradient_into_the_policy_to_switch() -> None:
     with pytest.raises(ConfigError, match=r"`learn\.critic\.trunk_gradient` is true"):
         CriticConfig(kind="model", trunk_gradient=True)

@@ -397,8 +397,17 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
 
 
 def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
-    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`, or a teacher besides."""
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`; or a teacher, or credit
+    within a rollout, besides."""
     wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    for credit in (a.credit for a in algorithms.values() if a.advantage == "gae"):
+        if replace(credit, agents="all" if credit.agents == "root" else credit.agents) != ALIKE:
+            shared = ", ".join(f"{k} {v}" for k, v in settings_of(credit).items())
+            raise ConfigError(
+                "advantage `gae` credits every token by itself, and learn.credit shares the "
+                f"outcome out before: {shared}",
+                hint="with a critic only learn.credit.agents=root, which leaves sub-agents out",
+            )
     if any(a.advantage == "gae" and a.distils for a in algorithms.values()):
         raise ConfigError(
             "advantage `gae` takes one outcome per row, and a teacher's advantages differ from "
