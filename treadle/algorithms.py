@@ -18,12 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from treadle.advantage import ESTIMATORS, GROUP_RELATIVE
+from treadle.advantage.credit import check_credit, settings_of
 from treadle.batch.weights import check_aggregation
-from treadle.config import CorrectionConfig, LearnConfig, RunConfig
+from treadle.config import CorrectionConfig, CreditConfig, LearnConfig, RunConfig
 from treadle.errors import ConfigError, did_you_mean, setting
 from treadle.losses import LOSSES
 
 NONE = CorrectionConfig()
+ALIKE = CreditConfig()
+"""Every token of a rollout carries its advantage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,7 @@ class Algorithm:
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the loss, by its keyword; what is absent has the loss's default."""
     correction: CorrectionConfig = NONE
+    credit: CreditConfig = ALIKE
     norm_tokens: int = 0
     """L of `seq_mean_token_sum_norm`."""
     distils: bool = False
@@ -227,6 +231,14 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         source="arXiv:2501.03262, the variant with a group baseline",
     ),
     Algorithm(
+        name="ppo",
+        advantage="gae",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:1707.06347 with GAE arXiv:1506.02438 that skips observations; its critic is "
+        "learn.critic",
+    ),
+    Algorithm(
         name="maxrl",
         advantage="maxrl",
         loss="cispo",
@@ -254,6 +266,22 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         aggregation="prompt_mean",
         options={"drop_low": 1.0, "drop_high": 1.0},
         source="arXiv:2510.13786; ratio_max 5, of 4 to 8 that it found alike",
+    ),
+    Algorithm(
+        name="gigpo",
+        advantage="group_mean",
+        loss="ppo_clip",
+        aggregation="seq_mean_token_mean",
+        credit=CreditConfig(turn_weight=1.0),
+        source="arXiv:2505.10978, without deviations; no KL term",
+    ),
+    Algorithm(
+        name="rao",
+        advantage="group_mean",
+        loss="cispo",
+        aggregation="token_mean",
+        credit=CreditConfig(agents="recursive"),
+        source="credit of arXiv:2605.06639; loss and aggregation as in the default",
     ),
     Algorithm(
         name="sft",
@@ -312,7 +340,14 @@ def resolve(learn: LearnConfig, name: str = "", *, norm_tokens: int = 0) -> Algo
             aggregation=learn.aggregation or found.aggregation,
             options={**kept, **learn.loss_options},
             correction=found.correction if learn.correction is None else learn.correction,
+            credit=found.credit if learn.credit is None else learn.credit,
         )
+        if found.credit.agents == "recursive" and learn.advantage is not None:
+            raise ConfigError(
+                f"`learn.advantage` is `{learn.advantage}`, but with learn.credit.agents=recursive "
+                "each agent has an advantage of its own, and nothing reads it",
+                hint="leave learn.advantage out",
+            )
     _check(found)
     return found
 
@@ -325,7 +360,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
 
     Raises:
         ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
-            a teacher that is missing, or that nothing asks; groups of one
+            a teacher or a critic that is missing, or that nothing asks; groups of one
             where the advantage compares the trajectories of a group; weights of rewards that
             nothing reads, or that are missing.
     """
@@ -336,7 +371,8 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
     _check_sources(config, names, out)
     check_teacher(config.learn, out)
     for algorithm in out.values():
-        if config.rollout.group_size < 2 and algorithm.advantage in GROUP_RELATIVE:
+        compared = algorithm.advantage in GROUP_RELATIVE or algorithm.credit.agents == "recursive"
+        if config.rollout.group_size < 2 and compared:
             raise ConfigError(
                 f"rollout.group_size is {config.rollout.group_size}, but advantage "
                 f"`{algorithm.advantage}` of algorithm `{algorithm.name}` compares the "
@@ -344,6 +380,8 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 "is learnt",
                 hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
+        _check_spread(config.learn, algorithm)
+    check_critic(config.learn, out)
     several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
     if several != bool(config.learn.reward_weights):
         raise ConfigError(
@@ -351,11 +389,36 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             if several
             else "learn.reward_weights is set, but no algorithm of this run compares parts of the "
             "reward",
-            hint='--set learn.reward_weights=\'{"score": 1, "lenient": 0.5}\''
+            hint=setting('learn.reward_weights={"score": 1, "lenient": 0.5}')
             if several
-            else "--set learn.algorithm=gdpo",
+            else setting("learn.algorithm=gdpo"),
         )
     return out
+
+
+def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`, or a teacher besides."""
+    wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    if any(a.advantage == "gae" and a.distils for a in algorithms.values()):
+        raise ConfigError(
+            "advantage `gae` takes one outcome per row, and a teacher's advantages differ from "
+            "token to token",
+            hint=f"{setting('learn.algorithm=distill_reward')} with its own advantage",
+        )
+    if wanted and learn.critic is None:
+        raise ConfigError(
+            f"advantage `gae` of algorithm `{wanted[0]}` needs values, and there is no critic: "
+            "learn.critic is null",
+            hint=f"{setting('learn.critic={}')} takes one with all defaults, "
+            f"{setting('learn.critic.kind=model')} a model of its own",
+        )
+    if learn.critic is not None and not wanted:
+        used = sorted({a.advantage for a in algorithms.values() if a.advantage})
+        raise ConfigError(
+            f"learn.critic is set, but no algorithm of this run asks a critic: the advantages are "
+            f"{', '.join(used)}",
+            hint=f"{setting('learn.algorithm=ppo')}, or leave learn.critic out",
+        )
 
 
 def _check_sources(
@@ -404,9 +467,10 @@ def check_teacher(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> No
 def describe(algorithm: Algorithm) -> dict[str, Any]:
     """All that it is, defaults of the loss included, as JSON values."""
     on = {k: v for k, v in asdict(algorithm.correction).items() if v != getattr(NONE, k)}
+    credit = settings_of(algorithm.credit)
     out: dict[str, Any] = {
         "name": algorithm.name,
-        "advantage": algorithm.advantage,
+        "advantage": "recursive" if algorithm.credit.agents == "recursive" else algorithm.advantage,
         "loss": algorithm.loss,
         "loss_options": {**loss_options(algorithm.loss), **algorithm.options},
         "aggregation": algorithm.aggregation,
@@ -414,9 +478,29 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
     }
     if algorithm.distils:
         out["teacher"] = True
+    if credit:
+        out["credit"] = credit
     if algorithm.aggregation == "seq_mean_token_sum_norm":
         out["norm_tokens"] = algorithm.norm_tokens
     return out
+
+
+def _check_spread(learn: LearnConfig, algorithm: Algorithm) -> None:
+    """`learn.spread_keep` keeps what can teach only where the spread of the rewards teaches."""
+    credit = algorithm.credit
+    why = ""
+    if algorithm.advantage not in GROUP_RELATIVE - {"gdpo"}:
+        why = f"advantage `{algorithm.advantage}` of algorithm `{algorithm.name}` reads more"
+    elif credit.agents == "recursive" or credit.turn_weight:
+        why = f"the credit of algorithm `{algorithm.name}` reads more"
+    elif learn.zero_variance == "keep":
+        why = "learn.zero_variance=keep wants groups without any spread"
+    if learn.spread_keep and why:
+        raise ConfigError(
+            f"`learn.spread_keep` is {learn.spread_keep}: it goes by how much the rewards of a "
+            f"group differ, but {why}",
+            hint="leave learn.spread_keep out",
+        )
 
 
 def loss_options(loss: str) -> dict[str, float]:
@@ -437,6 +521,7 @@ def _check(algorithm: Algorithm) -> None:
                 hint=did_you_mean(name, known),
             )
     check_aggregation(algorithm.aggregation, algorithm.norm_tokens)
+    check_credit(algorithm.credit, algorithm.advantage, algorithm.name)
     taken = loss_options(algorithm.loss)
     for option in algorithm.options:
         if option not in taken:

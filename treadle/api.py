@@ -40,6 +40,7 @@ from treadle.threads import run as run_coroutine
 from treadle.types import Provenance, Reward, Task, Taskset, Trajectory
 
 if TYPE_CHECKING:
+    from treadle.draws import Draws
     from treadle.harness import Harness
     from treadle.loop import Observer, Parts
     from treadle.models.load import LoadedModel
@@ -405,6 +406,7 @@ async def _parts(
     `mix`, `harness` and `grade` take the place of what the config names.
     """
     from treadle.algorithms import resolve_run
+    from treadle.draws import Draws
     from treadle.harness import harness_named
     from treadle.loop import Parts
     from treadle.reward import GraderPool
@@ -417,7 +419,11 @@ async def _parts(
 
     algorithms = resolve_run(config, names_of(config.tasks))
     check_terms(config.learn, algorithms[""])
-    mix = open_tasks(config, reward) if mix is None else mix
+    if mix is None:
+        mix = open_tasks(config, reward)
+        draws = draws_of(config, mix)
+    else:
+        draws = Draws(mix)
     loaded = load_model(config.model)
     renderer = renderer_of(loaded, tools=bool(config.rollout.tools))
     tools = load_tools(config.rollout.tools)
@@ -449,9 +455,16 @@ async def _parts(
                     engine=engine,
                     max_rows=rows,
                     renderer=renderer,
-                    trainer=Trainer(policy, config.learn, seed=config.seed, algorithms=algorithms),
+                    trainer=Trainer(
+                        policy,
+                        config.learn,
+                        seed=config.seed,
+                        algorithms=algorithms,
+                        value_trunk=value_trunk_of(loaded, config),
+                    ),
                     publisher=Publisher(),
                     mix=mix,
+                    draws=draws,
                     harness=harness or harness_named(config.rollout.harness),
                     tools=tools,
                     reward=grades[0],
@@ -581,6 +594,7 @@ def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
     load_tools(config.rollout.tools)
     harness_named(config.rollout.harness)
     mix = open_mix(config.tasks, config.seed)
+    draws_of(config, mix)
     for settings, taskset in zip(config.tasks, mix.tasksets, strict=True):
         if settings.ratio > 0:
             first(taskset, mix.split, 1)
@@ -592,6 +606,19 @@ def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
                 require_gradable(settings, taskset, training_tasks(mix, taskset, LOOKED_AT))
             require_gradable(settings, taskset, asked)
     return mix
+
+
+def draws_of(config: RunConfig, mix: Mix) -> Draws:
+    """The task stream of a config. Raises ConfigError: a curriculum cannot be followed."""
+    from treadle.draws import Draws
+
+    return Draws(
+        mix,
+        config.tasks,
+        groups_per_step=config.rollout.groups_per_step,
+        eta=config.schedule.eta,
+        seed=config.seed,
+    )
 
 
 def training_tasks(mix: Mix, taskset: Taskset, count: int) -> list[Task]:
@@ -629,6 +656,15 @@ def policy_of(loaded: LoadedModel, config: RunConfig) -> Policy:
         device=probe.device,
         seed=config.seed,
     )
+
+
+def value_trunk_of(loaded: LoadedModel, config: RunConfig) -> Policy | None:
+    """The model of its own that the run's critic is, if it is one. With LoRA an adapter of its own
+    on the base that is loaded already; in full fine-tuning the model is loaded once more."""
+    if config.learn.critic is None or config.learn.critic.kind == "head":
+        return None
+    base = load_model(config.model) if config.model.lora is None else loaded
+    return policy_of(base, replace(config, seed=config.seed + 1))
 
 
 def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:

@@ -9,8 +9,10 @@ through JSON, so the store holds exactly what ran.
     |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
     |-- rollout    RolloutConfig     group size, harness, limits, sampling
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
+    |   |-- credit     CreditConfig    who of a rollout, and of a group, carries its advantage
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
     |   |-- kl         KLConfig        what holds the policy near its reference
+    |   |-- critic     CriticConfig    the value model of PPO
     |   `-- teacher    TeacherConfig   who is distilled
     |-- schedule   ScheduleConfig    eta, max_lag
     |-- eval       EvalConfig        held-out questions and samples
@@ -100,6 +102,21 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("tasks.curriculum")
+class CurriculumConfig:
+    """Tasks are drawn in proportion to p (1 - p) of their latest pass rate p; see
+    schedule/curriculum.py."""
+
+    low: float = 0.05
+    high: float = 0.8
+    """A task whose pass rate is outside of low..high is drawn with weight `floor`."""
+    retire: float = 0.9
+    """A task that once passed at this rate or above never comes again."""
+    floor: float = 0.01
+    """As p (1 - p) is one; 0 = such tasks never come again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("tasks")
 class TasksConfig:
     source: str = ""
@@ -111,6 +128,11 @@ class TasksConfig:
     """System message put before each task; empty = none."""
     ratio: float = 1.0
     """Share of the groups relative to the other task sets; 0 = evaluated and never trained on."""
+    minimum: int = 0
+    """Least groups of this task set in a step, whatever its ratio and however many of its groups
+    are dropped; kept exactly while generation does not run ahead (schedule.eta=0)."""
+    curriculum: CurriculumConfig | None = None
+    """Draw its tasks by pass rate; None = in the set's own order. {} = with the defaults."""
     reward: str = "score"
     """"score" (the task set's strict score), "lenient", or "module:function"."""
     algorithm: str = ""
@@ -119,12 +141,26 @@ class TasksConfig:
 
     def __post_init__(self) -> None:
         _require(self.ratio >= 0, "tasks.ratio", self.ratio, ">= 0")
+        _require(self.minimum >= 0, "tasks.minimum", self.minimum, ">= 0")
         if self.demonstrates and (self.reward != "score" or self.ratio == 0):
             name = "ratio" if self.ratio == 0 else "reward"
             raise ConfigError(
                 f"`tasks.{name}` is {_cut(repr(getattr(self, name)))}, but "
                 f"`{_cut(self.source)}` holds demonstrations, which are trained on and never "
                 "judged or evaluated",
+                hint="leave it out",
+            )
+        if self.ratio == 0 and (self.minimum or self.curriculum is not None):
+            name = "minimum" if self.minimum else "curriculum"
+            raise ConfigError(
+                f"`tasks.{name}` is set for `{_cut(self.source)}`, which is never trained on: its "
+                "ratio is 0",
+                hint="leave it out, or give the task set a ratio",
+            )
+        if self.demonstrates and self.curriculum is not None:
+            raise ConfigError(
+                f"`tasks.curriculum` draws by pass rate, and `{_cut(self.source)}` holds "
+                "demonstrations, which have none",
                 hint="leave it out",
             )
 
@@ -196,6 +232,7 @@ ENTROPY_OPEN_LOOP = ("repo_d", "clip_cov", "kl_cov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.entropy")
 class EntropyConfig:
     """Which settings a method has, what they mean and their defaults: docs/entropy.md. None takes
     the method's default; a setting that it does not have is an error."""
@@ -276,6 +313,7 @@ def _check_target(target: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.kl")
 class KLConfig:
     """A pull towards the reference policy, which the run starts from; see docs/entropy.md."""
 
@@ -312,7 +350,7 @@ class KLConfig:
         if self.discount != 1.0 and self.term != "k1_in_reward":
             raise ConfigError(
                 f"`learn.kl.discount` is {self.discount}, but `{self.term}` has no returns",
-                hint="--set learn.kl.term=k1_in_reward, or leave the discount out",
+                hint=f"{setting('learn.kl.term=k1_in_reward')}, or leave the discount out",
             )
 
 
@@ -340,6 +378,51 @@ class TeacherConfig:
                 "the model that the run starts from, and there would be nothing to learn",
                 hint=f"{setting('learn.teacher.source=runs/first-run')}, or a system message that "
                 "makes the model better",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.critic")
+class CriticConfig:
+    """The value model of PPO, for the advantage `gae`; see docs/advantages.md."""
+
+    kind: Literal["head", "model"] = "head"
+    """head = a linear layer on the policy's last hidden states; model = the same layer on a model
+    of its own, which starts as the run's model and is trained as `model.lora` says."""
+    gamma: float = 1.0
+    """Discount per trained token."""
+    lam: float = 1.0
+    """Lambda of GAE: 1 = return minus value, right for short answers of one turn; .95 to .98 for
+    long ones, once the values mean something (`warmup_steps`)."""
+    value_clip: float = 0.2
+    """How far a value may move in one step, in reward units; 0 = off. It acts from the second of
+    the `steps` on: before the first, nothing has moved."""
+    coef: float = 0.5
+    """What the value loss is multiplied by: against the policy's loss where `trunk_gradient` adds
+    both, else against `learn.grad_clip` alone, as AdamW does not see a scale."""
+    lr_scale: float = 10.0
+    """The critic's learning rate over `learn.lr`; constant from the start."""
+    warmup_steps: int = 0
+    """First steps of the run that train the critic alone."""
+    steps: int = 2
+    """Updates of the critic per step, each over all rows."""
+    trunk_gradient: bool = False
+    """head: the value loss trains the policy's weights too. Off: the policy's task is not mixed
+    with another, and the hidden states are computed once for all `steps`."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.gamma <= 1, "learn.critic.gamma", self.gamma, "in [0, 1]")
+        _require(0 <= self.lam <= 1, "learn.critic.lam", self.lam, "in [0, 1]")
+        _require(self.value_clip >= 0, "learn.critic.value_clip", self.value_clip, ">= 0")
+        _require(self.coef > 0, "learn.critic.coef", self.coef, "> 0")
+        _require(self.lr_scale > 0, "learn.critic.lr_scale", self.lr_scale, "> 0")
+        _require(self.warmup_steps >= 0, "learn.critic.warmup_steps", self.warmup_steps, ">= 0")
+        _require(self.steps >= 1, "learn.critic.steps", self.steps, ">= 1")
+        if self.trunk_gradient and self.kind == "model":
+            raise ConfigError(
+                "`learn.critic.trunk_gradient` is true, but a critic of kind `model` shares no "
+                "trained weight with the policy",
+                hint="leave it out: a model of its own is trained anyway",
             )
 
 
@@ -389,6 +472,54 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.credit")
+class CreditConfig:
+    """Who carries the advantage of a rollout: its agents, turns and tokens, and its peers in the
+    group. The default gives it to all tokens alike; see docs/advantages.md. A number that belongs
+    to a way that is off is an error."""
+
+    agents: Literal["all", "root", "recursive"] = "all"
+    """root = tokens of sub-agents are not trained; recursive = each agent is paid for its own
+    success, the reward's part `agent/0.2`, and a share of its children's, in place of
+    `learn.advantage`."""
+    agent_share: float | None = None
+    """recursive: of the children's mean success. null = 0.4."""
+    turn_weight: float = 0.0
+    """Of the advantage of a turn among those of its group that answered the same observation
+    (GiGPO); 0 = off, 1 is usual."""
+    turn_gamma: float | None = None
+    """Discount of a turn's return, per turn. null = 0.95."""
+    quality: str = ""
+    """The part of the reward, in (0, 1] for a rollout that passes and 0 for one that does not, by
+    which passing rollouts of a group share their advantage (GAR); "" = off."""
+    quality_cap: float | None = None
+    """Largest factor by which a passing rollout's advantage grows. null = 2."""
+    span_blame: float = 0.0
+    """Read the spans that a reward returns as `flagged`: they are not trained where the advantage
+    is above 0, and weigh this much more where it is below; 0 = off, 2 is usual."""
+
+    def __post_init__(self) -> None:
+        _require(self.turn_weight >= 0, "learn.credit.turn_weight", self.turn_weight, ">= 0")
+        ok = self.span_blame == 0 or self.span_blame >= 1
+        _require(ok, "learn.credit.span_blame", self.span_blame, "0, or >= 1")
+        for name, value, on, way in (
+            ("agent_share", self.agent_share, self.agents == "recursive", "agents=recursive"),
+            ("turn_gamma", self.turn_gamma, self.turn_weight > 0, "turn_weight=1"),
+            ("quality_cap", self.quality_cap, bool(self.quality), "quality=PART"),
+        ):
+            if value is None:
+                continue
+            if not on:
+                raise ConfigError(
+                    f"`learn.credit.{name}` is {value}, but nothing reads it",
+                    hint=f"{setting(f'learn.credit.{way}')}, or leave it out",
+                )
+            low, high = (1, sys.float_info.max) if name == "quality_cap" else (0, 1)
+            rule = ">= 1" if name == "quality_cap" else "in [0, 1]"
+            _require(low <= value <= high, f"learn.credit.{name}", value, rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("learn")
 class LearnConfig:
     algorithm: str = "cispo"
@@ -402,6 +533,8 @@ class LearnConfig:
     """Numbers of the loss, by the names of its arguments; they replace the algorithm's."""
     correction: CorrectionConfig | None = None
     """Of what sampler and trainer disagree on; {} = none, whatever the algorithm has."""
+    credit: CreditConfig | None = None
+    """Who carries an advantage; null = as the algorithm has it, {} = all tokens alike."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Of the named parts of a reward, for the advantage `gdpo`, which compares each on its own."""
     norm_tokens: int = 0
@@ -414,16 +547,21 @@ class LearnConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     """Global norm; 0 = off."""
-    micro_tokens: int = 4096
+    micro_tokens: int = 2048
     """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
     entropy: EntropyConfig | None = None
     """What holds the entropy; None = it goes where the loss takes it."""
     kl: KLConfig | None = None
     """A pull towards the reference policy; None = there is no reference."""
+    critic: CriticConfig | None = None
+    """The value model that the advantage `gae` (algorithm `ppo`) needs; {} = all its defaults."""
     teacher: TeacherConfig | None = None
     """Who is distilled; needed by the algorithms that ask a teacher, and by them alone."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
+    spread_keep: float = 0.0
+    """Train only the groups of widest reward spread that together have this share of the summed
+    deviation of their task set in the step; 0 = all, 0.9 is usual. Needs rewards to be compared."""
     parity_stop: float = 0.0
     """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
     0 = the bound of the compute dtype in train/parity.py."""
@@ -435,6 +573,7 @@ class LearnConfig:
         _require(self.norm_tokens >= 0, "learn.norm_tokens", self.norm_tokens, ">= 0")
         _require(self.warmup_steps >= 0, "learn.warmup_steps", self.warmup_steps, ">= 0")
         _require(self.grad_clip >= 0, "learn.grad_clip", self.grad_clip, ">= 0")
+        _require(0 <= self.spread_keep <= 1, "learn.spread_keep", self.spread_keep, "in [0, 1]")
         _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
         _require(self.max_nan_steps >= 1, "learn.max_nan_steps", self.max_nan_steps, ">= 1")
         _require(self.parity_stop >= 0, "learn.parity_stop", self.parity_stop, ">= 0")
@@ -515,6 +654,17 @@ class RunConfig:
                 f"rollout.tools names {len(self.rollout.tools)} tools, but harness "
                 f"`{self.rollout.harness}` " + ("brings its own" if agent else "never calls one"),
                 hint=setting("rollout.harness=tool_loop"),
+            )
+        least, wanted = sum(t.minimum for t in self.tasks), self.rollout.groups_per_step
+        if least > wanted:
+            raise ConfigError(
+                f"the minima of the task sets add up to {least} groups, and a step has {wanted}",
+                hint=f"lower tasks.N.minimum, or {setting(f'rollout.groups_per_step={least}')}",
+            )
+        if least and len(self.tasks) == 1:
+            raise ConfigError(
+                "`tasks.0.minimum` is set, but there is no other task set to take its places",
+                hint="leave it out",
             )
 
 

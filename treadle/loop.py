@@ -42,10 +42,13 @@ from treadle.advantage import (
     running_baselines,
     teacher_metrics,
     teaches,
+    top_spread,
 )
+from treadle.advantage.credit import credit_metrics, credited, teaches_by_credit
 from treadle.batch import demonstrations
 from treadle.batch import samples as to_samples
-from treadle.config import RunConfig
+from treadle.config import CreditConfig, RunConfig
+from treadle.draws import Draws, Ended
 from treadle.errors import ContractError, DataError, HarnessError, first_of
 from treadle.evals.answers import gold_of
 from treadle.evals.evaluate import ENDING, evaluate, questions
@@ -59,6 +62,7 @@ from treadle.rollout.group import MAX_RETRIES
 from treadle.rollout.teacher import Teacher, teacher_logprobs
 from treadle.sampler.engine import Engine
 from treadle.schedule import Progress, Ready, may_start, next_batch
+from treadle.schedule.curriculum import outcome_of
 from treadle.store import Span, Store
 from treadle.tasks import Demonstrations
 from treadle.tasks.mix import Mix
@@ -102,6 +106,8 @@ class Parts:
     trainer: Trainer
     publisher: Publisher
     mix: Mix
+    draws: Draws
+    """Which of the mix's tasks comes at an ordinal."""
     harness: Harness
     tools: Tools
     reward: Grade
@@ -157,6 +163,8 @@ class Controller:
         self._changed = asyncio.Condition()
         self._engine_stats = parts.engine.stats()
         self._heap = Heap()
+        self._credit: dict[str, float] = {}
+        """What credit did in the step that is being made, as metrics."""
 
     # ------------------------------------------------------------------ life
 
@@ -203,6 +211,8 @@ class Controller:
         state.next_ordinal = frontier.next_ordinal
         state.again = list(frontier.returned)
         state.ready = {g.ordinal: g for g in self.store.groups(state="published")}
+        if not self.parts.draws.plain:
+            self.parts.draws.replay(self.store.prompts(), self.store.trajectories())
         state.progress = Progress(
             started=frontier.num_started,
             dropped=frontier.num_dropped,
@@ -236,10 +246,11 @@ class Controller:
         while True:
             async with self._changed:
                 await self._changed.wait_for(self._may_start)
-            ordinal = state.again.pop(0) if state.again else state.next_ordinal
+            ordinal = self._next_ordinal()
+            del state.again[:1]
             state.next_ordinal = max(state.next_ordinal, ordinal + 1)
             task = await within(
-                self.parts.task_limit_s, f"task {ordinal}", self.parts.mix.task, ordinal
+                self.parts.task_limit_s, f"task {ordinal}", self.parts.draws.task, ordinal
             )
             self.store.start_group(ordinal, task)
             state.progress = Progress(
@@ -254,12 +265,17 @@ class Controller:
             self._check_draws(config)
 
     def _may_start(self) -> bool:
+        """A place is free, and which task comes into it is decided."""
         return may_start(
             self._state.progress,
             groups_per_step=self.config.rollout.groups_per_step,
             eta=self.config.schedule.eta,
             total_steps=self.config.steps,
-        )
+        ) and self.parts.draws.ready(self._next_ordinal())
+
+    def _next_ordinal(self) -> int:
+        state = self._state
+        return state.again[0] if state.again else state.next_ordinal
 
     async def _group(self, ordinal: int, task: Task) -> None:
         """Generate, judge and file one group."""
@@ -293,6 +309,9 @@ class Controller:
         else:
             self.store.publish_group(group)
             state.ready[ordinal] = group
+        judged = outcome_of(group, 0)
+        how = Ended(dropped=bool(reason), passed=judged.passed, scored=judged.scored)
+        parts.draws.ended(ordinal, how)
         del state.running[ordinal]
         state.finished += 1
         state.recent.append((group, reason))
@@ -334,11 +353,12 @@ class Controller:
         learn, estimator = self.config.learn, self._estimator(group)
         if not estimator or self._distils(group):
             return ""
+        credit = self.parts.trainer.algorithm_of(group.task.taskset).credit
         if len(group.scored) == 1 and estimator in GROUP_RELATIVE:
             return "only one trajectory was scored"
-        if learn.zero_variance == "drop" and not teaches(group, estimator, learn.reward_weights):
-            return "all rewards are equal"
-        return ""
+        if learn.zero_variance == "keep" or teaches_by_credit(group, credit):
+            return ""
+        return "" if teaches(group, estimator, learn.reward_weights) else "all rewards are equal"
 
     def _estimator(self, group: Group) -> str:
         return self.parts.trainer.algorithm_of(group.task.taskset).advantage
@@ -409,7 +429,8 @@ class Controller:
         while state.step < self.config.steps:
             started = time.time()
             ordinals = await self._next_batch()
-            groups = [state.ready[o] for o in ordinals]
+            left_out = self._left_out([state.ready[o] for o in ordinals])
+            groups = [state.ready[o] for o in ordinals if o not in left_out]
             generated = time.time()
             result, samples = await self._train(groups)
             trained = time.time()
@@ -418,6 +439,8 @@ class Controller:
             recent, state.recent = state.recent, []
             self._check_pay([group for group, _ in recent])
             metrics = self._metrics(result, groups, recent, (started, generated, trained))
+            if self.config.learn.spread_keep:
+                metrics["groups/left_out"] = float(len(left_out))
             self.store.commit_step(
                 step,
                 version=step,
@@ -426,6 +449,7 @@ class Controller:
                 metrics=metrics,
                 skipped=result.skipped,
                 reason=result.reason,
+                left_out=left_out,
             )
             for ordinal in ordinals:
                 del state.ready[ordinal]
@@ -436,7 +460,8 @@ class Controller:
             await asyncio.to_thread(self._heap.release)
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
-            for alarm in (*alarms([group for group, _ in recent]), *result.alarms):
+            told = (*alarms([group for group, _ in recent]), *result.alarms, *self._credit_alarms())
+            for alarm in told:
                 log.warning("step %d: %s", step, one_line(alarm))
                 self.store.add_event("alarm", {"step": step, "message": alarm})
             self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})
@@ -483,6 +508,23 @@ class Controller:
                 ) from None
         return found
 
+    def _left_out(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Groups of a step that are not worth training, and why; compared within a task set.
+
+        The step consumes them: their places are given back with its own. At once would start the
+        next step's groups while this one trains, by weights that are about to change.
+        """
+        keep = self.config.learn.spread_keep
+        by_set: dict[str, list[Group]] = {}
+        for group in groups if keep else ():
+            by_set.setdefault(group.task.taskset, []).append(group)
+        out: dict[int, str] = {}
+        for name, of_set in by_set.items():
+            kept = top_spread(of_set, keep, least=max(1, self.parts.draws.minimum(name))).indices
+            reason = f"its rewards spread least; the others have {keep:.0%} of the spread"
+            out |= {g.ordinal: reason for i, g in enumerate(of_set) if i not in kept}
+        return out
+
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
         state, step = self._state, self._state.step
         samples, taught = await self._samples(groups)
@@ -506,7 +548,8 @@ class Controller:
     async def _samples(self, groups: Sequence[Group]) -> tuple[list[Sample], dict[str, float]]:
         """Rows in the order of the groups, and metrics of the teacher where one was asked."""
         rollouts = [group for group in groups if not group.demonstrated]
-        values, taught = self._advantages(rollouts), dict[str, float]()
+        values, self._credit = self._advantages(rollouts)
+        taught: dict[str, float] = {}
         asked = [group for group in rollouts if self._distils(group)]
         if asked:
             taught = await self._distill(asked, values)
@@ -534,8 +577,9 @@ class Controller:
         seconds = time.perf_counter() - started
         return teacher_metrics(trajectories, found) | {"time/teacher_s": seconds}
 
-    def _advantages(self, groups: Sequence[Group]) -> dict[str, Advantage]:
-        """Each task set's groups by the estimator of its algorithm, together where it is one."""
+    def _advantages(self, groups: Sequence[Group]) -> tuple[dict[str, Advantage], dict[str, float]]:
+        """Each task set's groups by the estimator and then by the credit of its algorithm, together
+        where it is one; and what credit did, as metrics."""
         by_estimator: dict[str, list[Group]] = {}
         for group in groups:
             by_estimator.setdefault(self._estimator(group), []).append(group)
@@ -550,7 +594,16 @@ class Controller:
                 baseline=self._state.baselines,
                 weights=self.config.learn.reward_weights,
             )
-        return values
+        by_credit: dict[CreditConfig, list[Group]] = {}
+        for group in groups:
+            credit = self.parts.trainer.algorithm_of(group.task.taskset).credit
+            by_credit.setdefault(credit, []).append(group)
+        did: Counter[str] = Counter()
+        for credit, of in by_credit.items():
+            given = {t.id: values[t.id] for group in of for t in group.scored}
+            values |= (found := credited(of, given, credit))
+            did.update(credit_metrics(of, found, credit))
+        return values, dict(did)
 
     def _metrics(
         self,
@@ -573,6 +626,8 @@ class Controller:
             | (group_metrics(everything) if everything else {})
             | (group_stats(rollouts) if rollouts else {})
             | baseline_metrics(rollouts, self._state.baselines)
+            | self._credit
+            | self._by_taskset(everything, rollouts)
             | {
                 "groups/trained": float(len(groups)),
                 "groups/dropped": float(sum(bool(reason) for _, reason in recent)),
@@ -581,6 +636,26 @@ class Controller:
             }
             | ({"generate/tokens_per_s": tokens / busy_s} if busy_s > 0 else {})
         )
+
+    def _credit_alarms(self) -> list[str]:
+        if self._credit.get("credit/judged_groups") != 0:
+            return []
+        return [
+            "learn.credit.quality names a part that the rewards of no group have in all of their "
+            "rollouts: advantages are as without it"
+        ]
+
+    def _by_taskset(self, finished: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
+        """Where there are several task sets, or a curriculum: what became of each."""
+        names, retired = [t.name for t in self.parts.mix.tasksets], self.parts.draws.retired()
+        out: dict[str, float] = {f"tasks/{n}_retired": float(x) for n, x in retired.items()}
+        for name in names if len(names) > 1 or retired else ():
+            judged = [outcome_of(g, 0) for g in finished if g.task.taskset == name]
+            if scored := sum(one.scored for one in judged):
+                out[f"tasks/{name}_solved_frac"] = sum(one.passed for one in judged) / scored
+            of_step = sum(g.task.taskset == name for g in trained)
+            out[f"tasks/{name}_trained_groups"] = float(of_step)
+        return out
 
     async def _publish(self, version: int) -> None:
         await asyncio.to_thread(

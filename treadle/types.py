@@ -387,6 +387,15 @@ class Status(StrEnum):
     """A boundary raised; never graded, never trained."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens start..end-1 of one node."""
+
+    node: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """A judged trajectory. `value is None` = unscored, which is not 0."""
@@ -394,6 +403,8 @@ class Reward:
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Named components and metrics ("score", "lenient", ...), each finite."""
+    flagged: tuple[TokenSpan, ...] = ()
+    """What a reviewer marked as bad, inside of the trajectory's nodes; learn.credit.span_blame."""
     error: ErrorRecord | None = None
     """Why it is unscored."""
 

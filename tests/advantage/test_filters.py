@@ -48,6 +48,13 @@ def test_keeping_everything_keeps_every_group_with_any_spread() -> None:
     assert top_spread(groups, keep=1).indices == (0, 2)
 
 
+def test_a_least_number_of_groups_is_kept_as_far_as_they_have_any_spread() -> None:
+    groups = [pair(0, 8), pair(1, 1), pair(2, 0), pair(3, 0.5)]
+    assert top_spread(groups, keep=0.5).indices == (0,)
+    assert top_spread(groups, keep=0.5, least=2).indices == (0, 1)
+    assert top_spread(groups, keep=0.5, least=9).indices == (0, 1, 3)
+
+
 def test_rewards_in_a_small_unit_still_select_a_group() -> None:
     """Their deviations sum to less than the slack."""
     assert top_spread([pair(0, 1e-3), pair(1, 2e-3)]).indices == (1,)

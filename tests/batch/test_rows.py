@@ -204,12 +204,21 @@ def test_credit_of_untrained_tokens_is_never_read() -> None:
     assert masked(row, row.advantages) == [0.5]
 
 
+def test_a_token_that_credit_took_out_of_the_mask_is_context() -> None:
+    """Neither trained nor counted, in every branch; a row with nothing left is no row."""
+    t = trajectory(
+        given(0, None, 1), sampled(1, 0, 2, 3), sampled(2, 1, 4), given(3, 1, 5), sampled(4, 3, 6)
+    )
+    (row,) = samples([group(t)], {t.id: {1: (0.25, NAN), 2: (1.0,), 4: (NAN,)}})
+    assert row.ids == (1, 2, 3, 4) and row.trained == (False, True, False, True)
+    assert math.isnan(row.logprobs[2]) and row.versions[2] == -1 and math.isnan(row.advantages[2])
+
+
 @pytest.mark.parametrize(
     ("credit", "message"),
     [
         ({}, "has 0 advantages for the 2 tokens of its node 1"),
         ({1: (1.0,)}, "has 1 advantages for the 2 tokens of its node 1"),
-        ({1: (1.0, NAN)}, r"got nan for token 1 of node 1"),
         ({1: (math.inf, 1.0)}, r"got inf for token 0 of node 1"),
     ],
 )

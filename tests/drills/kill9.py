@@ -1,10 +1,12 @@
 """Kill a run with SIGKILL at random instants, resume it each time, and compare with a quiet run.
 
     python tests/drills/kill9.py --kills 20 --json
+    python tests/drills/kill9.py --kills 20 --mixed     # two task sets, a minimum and a curriculum
 
 Two runs of one config on a tiny model in float32: one is left alone, the other is killed until
 `--kills` kills have hit and then finishes. Afterwards:
 
+- the same ordinals got the same tasks;
 - the trained prompts are the same, in the same steps, none twice and none skipped;
 - the weights and the optimiser's moments of the last checkpoint are equal, bit for bit.
 
@@ -36,8 +38,9 @@ run_config(config, Path(sys.argv[2]), resume=sys.argv[3] == "resume")
 """
 
 
-def config(tasks: Path, steps: int, seed: int) -> dict:
+def config(tasks: Path, steps: int, seed: int, mixed: bool) -> dict:
     from treadle.config import (
+        CurriculumConfig,
         EvalConfig,
         LearnConfig,
         ModelConfig,
@@ -48,13 +51,19 @@ def config(tasks: Path, steps: int, seed: int) -> dict:
         to_dict,
     )
 
+    sets = (TasksConfig(source=f"jsonl:{tasks}"),)
+    if mixed:
+        sets = (
+            TasksConfig(source=f"jsonl:{tasks}", ratio=4.0, curriculum=CurriculumConfig()),
+            TasksConfig(source=f"jsonl:{tasks}", system="Be brief.", minimum=2),
+        )
     return to_dict(
         RunConfig(
             name="kill9",
             steps=steps,
             seed=seed,
             model=ModelConfig(name="tiny-pretrained", dtype="float32", max_context=128),
-            tasks=(TasksConfig(source=f"jsonl:{tasks}"),),
+            tasks=sets,
             rollout=RolloutConfig(group_size=4, groups_per_step=4, max_new_tokens=8),
             learn=LearnConfig(lr=1e-3),
             eval=EvalConfig(questions=0),
@@ -114,6 +123,13 @@ def trained(run_dir: Path) -> dict[int, tuple[int, ...]]:
         return {s.step: tuple(s.ordinals) for s in store.steps()}
 
 
+def drawn(run_dir: Path) -> dict[int, tuple[str, str]]:
+    from treadle.store import Store
+
+    with Store.open(run_dir, readonly=True) as store:
+        return {p.ordinal: (p.taskset, p.task_id) for p in store.prompts()}
+
+
 def final_state(run_dir: Path) -> dict:
     from treadle.weights.checkpoint import load_latest
 
@@ -136,12 +152,12 @@ def differences(a: object, b: object, where: str = "") -> list[str]:
     return [] if a == b else [f"{where}: {a} != {b}"]
 
 
-def drill(kills: int, steps: int, seed: int, root: Path) -> dict:
+def drill(kills: int, steps: int, seed: int, root: Path, mixed: bool = False) -> dict:
     rng = random.Random(seed)
     tasks = root / "sums.jsonl"
     rows = ({"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10))
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = config(tasks, steps, seed)
+    settings = config(tasks, steps, seed, mixed)
     quiet, killed = root / "quiet", root / "killed"
     began = time.monotonic()
     child = start(settings, quiet, "new")
@@ -181,10 +197,15 @@ def drill(kills: int, steps: int, seed: int, root: Path) -> dict:
         "kills": len(hits),
         "killed_at_step": hits,
         "steps": len(b),
+        "same_tasks": drawn(quiet) == drawn(killed),
         "same_prompts": a == b,
         "trained_twice": len(used) - len(set(used)),
         "differing_tensors": differing,
-        "ok": a == b and len(used) == len(set(used)) and not differing and len(hits) == kills,
+        "ok": drawn(quiet) == drawn(killed)
+        and a == b
+        and len(used) == len(set(used))
+        and not differing
+        and len(hits) == kills,
     }
 
 
@@ -193,10 +214,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        result = drill(args.kills, args.steps, args.seed, Path(root))
+        result = drill(args.kills, args.steps, args.seed, Path(root), args.mixed)
     print(json.dumps(result, indent=2))
     return 0 if result["ok"] else 1
 

@@ -20,6 +20,7 @@ from treadle.types import (
     Status,
     StopReason,
     Task,
+    TokenSpan,
     ToolCall,
     Trajectory,
 )
@@ -90,7 +91,11 @@ def make_trajectory(ordinal: int, sample: int, version: int = 0, turns: int = 1)
         nodes=tuple(nodes[:-1]),
         status=Status.FINISHED,
         sampling=PARAMS,
-        reward=Reward(value=0.1 * sample, parts={"score": 0.1 * sample, "lenient": 1.0}),
+        reward=Reward(
+            value=0.1 * sample,
+            parts={"score": 0.1 * sample, "lenient": 1.0},
+            flagged=(TokenSpan(1, 0, 1),) if sample else (),
+        ),
         duration_s=1.25,
         tool_calls=turns,
         info={"note": "seen", "path": ("a", 1)},

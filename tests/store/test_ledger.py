@@ -80,6 +80,24 @@ def test_a_committed_step_gives_back_the_very_samples(store):
     assert step.metrics == {"loss": 0.5}
 
 
+def test_a_group_that_its_step_left_out_is_consumed_with_the_reason_and_has_no_rows(store):
+    groups = [make_group(0), make_group(1)]
+    for group in groups:
+        store.start_group(group.ordinal, make_task(group.ordinal))
+        store.publish_group(group)
+    why = {1: "its rewards spread least"}
+    rows = rows_of(groups[0])
+    for wrong, samples in (({7: "x"}, rows), ({0: "x"}, rows)):
+        with pytest.raises(ContractError, match="leaves out groups that it does not consume, or"):
+            store.commit_step(
+                1, version=1, ordinals=[0, 1], samples=samples, metrics={}, left_out=wrong
+            )
+    store.commit_step(1, version=1, ordinals=[0, 1], samples=rows, metrics={}, left_out=why)
+    assert [p.reason for p in store.prompts(state="trained")] == ["", "its rewards spread least"]
+    assert store.samples_of_step(1) == rows
+    assert store.frontier().num_trained == 2 and store.frontier().published == ()
+
+
 def test_the_order_of_samples_is_the_trainers(store):
     store.start_group(0, make_task(0))
     group = make_group(0, 5)

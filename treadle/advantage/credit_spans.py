@@ -11,23 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from treadle.advantage.tokens import Advantage, map_tokens
 from treadle.errors import ContractError
-from treadle.types import Group, Trajectory
+from treadle.types import Group, TokenSpan, Trajectory
 
 AMPLIFY = 2.0
 """Factor of the blame of a flagged token; ours, the source names none."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Tokens start..end-1 of one node."""
-
-    node: int
-    start: int
-    end: int
 
 
 def span_credit(

@@ -41,17 +41,20 @@ class Kept:
     gradient is noisier, is a smaller one."""
 
 
-def top_spread(groups: Sequence[Group], keep: float = KEEP, slack: float = SLACK) -> Kept:
+def top_spread(
+    groups: Sequence[Group], keep: float = KEEP, slack: float = SLACK, least: int = 1
+) -> Kept:
     """The groups of largest reward deviation that together have `keep` of its sum.
 
     Deviations are ranked from the largest (ties by ordinal) and added until the sum reaches
-    `keep` * total - `slack`. Groups with equal rewards are never kept, the first group with any
-    spread always is.
+    `keep` * total - `slack`. Groups with equal rewards are never kept, the first `least` groups
+    with any spread always are.
 
     Args:
         groups: of one step.
         keep: in (0, 1]; 1 keeps every group with any spread.
         slack: in reward units.
+        least: number of groups with any spread that are kept whatever their share.
 
     Raises ConfigError: `keep` is out of range. ContractError: a reward is not finite.
 
@@ -66,7 +69,7 @@ def top_spread(groups: Sequence[Group], keep: float = KEEP, slack: float = SLACK
     chosen: list[int] = []
     for index in order:
         reached = math.fsum(spreads[i] for i in chosen) >= target
-        if spreads[index] <= 0 or (chosen and reached):
+        if spreads[index] <= 0 or (len(chosen) >= least and reached):
             break
         chosen.append(index)
     return Kept(

@@ -4,6 +4,7 @@ Guarantees:
 - a row is the concatenation of its branch's nodes, id by id; nothing is encoded again;
 - a node that several branches share is trained in the first of them only; later branches carry its
   tokens as context (untrained, so NaN as logprob and advantage and -1 as version);
+- a token whose own advantage is NaN was taken out of the mask, and is context too;
 - a trajectory outside `Group.scored` gives no row, nor does a branch with nothing left to train;
 - of a demonstration the rows are made alike, without logprobs and versions, each with advantage 1.
 
@@ -77,7 +78,8 @@ def _by_node(
                 f"{node.id}"
             )
         for t, value in enumerate(given):
-            if node.trained[t] and not math.isfinite(value):
+            masked = isinstance(advantage, Mapping) and math.isnan(value)
+            if node.trained[t] and not masked and not math.isfinite(value):
                 raise ContractError(
                     f"{where} has no finite advantage (got {value} for token {t} of node {node.id})"
                 )
@@ -103,12 +105,15 @@ def _rows(
         versions: list[int] = []
         advantages: list[float] = []
         for node in branch:
-            fresh = [node.id not in seen and t for t in node.trained]
+            values = by_node[node.id]
+            fresh = [
+                node.id not in seen and t and not math.isnan(a)
+                for t, a in zip(node.trained, values, strict=True)
+            ]
             ids += node.ids
             trained += fresh
             logprobs += [x if t else math.nan for x, t in zip(node.logprobs, fresh, strict=True)]
             versions += [v if t else -1 for v, t in zip(node.versions, fresh, strict=True)]
-            values = by_node[node.id]
             advantages += [a if t else math.nan for a, t in zip(values, fresh, strict=True)]
         seen.update(node.id for node in branch)
         if not any(trained):

@@ -57,6 +57,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     probe = machine.probe()
     dtype = probe.dtype if config.model.dtype == "auto" else config.model.dtype
     trained = trained_parameters(config, loaded)
+    valued = _critic_parameters(config, loaded)
     limit = loaded.shape.max_context
     tasks = [_taskset(config, mix, i, renderer, tools, limit) for i in range(len(config.tasks))]
     result = {
@@ -71,6 +72,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             "provenance": asdict(loaded.provenance),
             "shape": asdict(loaded.shape),
             "trained_parameters": trained,
+            "critic_parameters": valued,
             "stop_ids": loaded.stop_ids,
         },
         "tasks": tasks,
@@ -78,7 +80,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         "step": _step(config, tasks),
         "evaluation": _evaluation(config, tasks),
         "memory": _memory(config, loaded, dtype, tasks),
-        "disk": _disk(config, run_dir, trained, tasks),
+        "disk": _disk(config, run_dir, trained + valued, tasks),
         "template": _template(renderer),
         "run_dir": _run_dir(run_dir),
     }
@@ -94,6 +96,15 @@ def trained_parameters(config: RunConfig, loaded: LoadedModel) -> int:
         return loaded.shape.parameters
     weights = [loaded.module.get_submodule(n).weight for n in linear_names(loaded.module)]
     return config.model.lora.rank * sum(sum(w.shape) for w in weights)
+
+
+def _critic_parameters(config: RunConfig, loaded: LoadedModel) -> int:
+    """What the critic's optimiser owns; 0 without one."""
+    critic = config.learn.critic
+    if critic is None:
+        return 0
+    own = trained_parameters(config, loaded) if critic.kind == "model" else 0
+    return own + loaded.shape.hidden + 1
 
 
 # --------------------------------------------------------------------------- parts
@@ -126,6 +137,8 @@ def _taskset(
         "kind": "rollouts",
         "provenance": asdict(taskset.provenance),
         "share": settings.ratio / total,
+        "minimum": settings.minimum,
+        "curriculum": to_dict(settings.curriculum),
         "reward": settings.reward,
         "train_tasks": train,
         "held_out_questions": len(asked),
@@ -214,6 +227,7 @@ def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, An
         "prompt_tokens": round(prompt * rollout.groups_per_step),
         "tokens_per_trajectory_max": round(prompt + sampled),
         "micro_tokens": config.learn.micro_tokens,
+        "spread_keep": config.learn.spread_keep,
     }
 
 
@@ -250,6 +264,8 @@ def _memory(
         micro_tokens=min(config.learn.micro_tokens, packed),
         engine_kv_tokens=kv_tokens,
         reference=config.learn.kl is not None,
+        critic=config.learn.critic,
+        step_tokens=step["sampled_tokens_max"],
     )
     parts = dict(estimate.parts)
     if config.learn.teacher is not None:  # taken to be as large as the model: masters and copies
@@ -381,7 +397,8 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         f"  model           {shape['family']}, {shape['parameters'] / 1e6:,.1f} M parameters, "
         f"{shape['layers']} layers x {shape['hidden']}, vocabulary {shape['vocab']:,}, "
         f"{model['provenance']['license']}",
-        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters",
+        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters"
+        + (f", and a critic of {n:,}" if (n := model["critic_parameters"]) else ""),
     ]
     lines += [f"  tasks           {_tasks_line(t)}" for t in result["tasks"]]
     lines += [
@@ -390,7 +407,13 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
     ]
     lines += [
         f"  a step          {step['groups']} groups, {step['trajectories']} trajectories, up to "
-        f"{step['sampled_tokens_max']:,} sampled tokens; {step['steps']} steps",
+        f"{step['sampled_tokens_max']:,} sampled tokens"
+        + (
+            f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
+            if step["spread_keep"]
+            else ""
+        )
+        + f"; {step['steps']} steps",
         f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
         f"{evaluation['samples']} samples = {evaluation['answers']:,} answers",
         f"  memory          {_memory_line(result['memory'])}",
@@ -426,6 +449,7 @@ def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
         f"{algorithm['name']} = advantage {advantage}, loss {algorithm['loss']}"
         f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
         + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
+        + (f", credit{numbers(algorithm['credit'])}" if "credit" in algorithm else "")
         + (f", correction{numbers(correction)}" if correction else "")
         + (", plus the teacher's" if "teacher" in algorithm else "")
     )

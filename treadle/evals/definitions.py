@@ -25,6 +25,17 @@ CONTROLLER: dict[str, str] = {
     "advantage/zero_variance_groups": "of these, groups of two or more with equal rewards",
     "advantage/left_out_trajectories": "trajectories of these that are unscored, failed, aborted "
     "or without trained tokens",
+    "groups/left_out": "groups that the step consumed and did not train, as their rewards spread "
+    "least (learn.spread_keep); stored where that is on",
+    "credit/masked_tokens": "trained tokens that credit took out of the mask: of sub-agents, of "
+    "agents that were not judged, flagged in a good run; stored where credit is on",
+    "credit/judged_groups": "groups whose passing rollouts shared their advantage by quality; "
+    "stored where learn.credit.quality is on",
+    "tasks/{taskset}_trained_groups": "of the groups that the step trained on, those of a task "
+    "set; stored, as the next, where there are several task sets or a curriculum",
+    "tasks/{taskset}_solved_frac": "as reward/solved_frac, of a task set alone",
+    "tasks/{taskset}_retired": "tasks of a set that its curriculum never draws again, as they "
+    "passed at tasks.N.curriculum.retire or above",
     "advantage/{party}_baseline": "running mean reward of a trained party after the step, which "
     "the next step subtracts; stored where the estimator has one",
     "teacher/kl_nats": "mean log mu - log pi_teacher of the trained tokens: an estimate of "
@@ -115,6 +126,12 @@ _FACTS: dict[str, tuple[str, str]] = {
     "kl/beta": ("1", "-"),
     "loss/kl": ("reward", "-"),
     "loss/entropy": ("reward", "-"),
+    "value/loss": ("reward^2", "down"),
+    "value/explained_variance": ("1", "up"),
+    "value/clipped_frac": ("share", "down"),
+    "value/grad_norm": ("1", "steady"),
+    "value/actor_frozen": ("0 or 1", "-"),
+    "time/critic_s": ("s", "down"),
     "mismatch/measured_frac": ("share", "1"),
     "mismatch/rho_mean": ("1", "1"),
     "mismatch/rho_min": ("1", "up"),
@@ -132,6 +149,12 @@ _FACTS: dict[str, tuple[str, str]] = {
     "correction/rejected_tokens": ("tokens", "down"),
     "groups/trained": ("groups", "-"),
     "groups/dropped": ("groups", "down"),
+    "groups/left_out": ("groups", "down"),
+    "credit/masked_tokens": ("tokens", "-"),
+    "credit/judged_groups": ("groups", "up"),
+    "tasks/{taskset}_trained_groups": ("groups", "-"),
+    "tasks/{taskset}_solved_frac": ("share", "up"),
+    "tasks/{taskset}_retired": ("tasks", "up"),
     "generate/tokens_per_s": ("tokens/s", "up"),
     "time/generate_s": ("s", "down"),
     "time/train_s": ("s", "down"),
@@ -163,8 +186,8 @@ class Definition:
 
 
 def definitions() -> dict[str, Definition]:
-    """Every metric that a run can store; `reward/{part}_mean` stands for all parts, and
-    `advantage/{party}_baseline` for all parties.
+    """Every metric that a run can store; `reward/{part}_mean` stands for all parts,
+    `advantage/{party}_baseline` for all parties, and `tasks/{taskset}_...` for all task sets.
 
     Imports torch: the trainer's METRICS live beside the trainer.
     """
@@ -189,4 +212,6 @@ def define(name: str, known: dict[str, Definition]) -> Definition | None:
         return known[name]
     if re.fullmatch(r"advantage/.+_baseline", name):
         return known[_BASELINE]
+    if found := re.fullmatch(r"tasks/.+_(trained_groups|solved_frac|retired)", name):
+        return known[f"tasks/{{taskset}}_{found[1]}"]
     return known[_PART] if re.fullmatch(r"reward/.+_mean", name) else None

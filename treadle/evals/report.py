@@ -11,6 +11,7 @@ wrong with the numbers stands beside them in `warnings`.
     eval                         before, after, gain, all, overlap (held_out)
     train                        one value per step of each curve
     timing, tokens, groups       what it cost and what became of the prompts
+    tasksets                     the same of each task set, with its pass rate and retired tasks
     warnings                     sentences
 
 Takes: a Store. Gives: a dict of JSON values; `as_text` makes it readable.
@@ -31,7 +32,7 @@ from treadle.evals import EVALUATED, STARTED_BY
 from treadle.evals.cautions import warnings_of
 from treadle.evals.held_out import held_out
 from treadle.evals.terminal import as_text
-from treadle.store import RunInfo, Span, StepRow, Store
+from treadle.store import RunInfo, Span, StepRow, Store, TrajectoryRow
 from treadle.store.lock import writer
 
 __all__ = ["CURVES", "as_text", "summarise"]
@@ -95,6 +96,7 @@ def summarise(store: Store) -> dict[str, Any]:
             "sampled_per_s": sampled / generating if sampled and generating else None,
         },
         "groups": _groups(store),
+        "tasksets": _tasksets(store, trajectories, steps),
         "trajectories": {
             "total": len(trajectories),
             "by_status": dict(Counter(t.status for t in trajectories)),
@@ -190,12 +192,37 @@ def _step_median(spans: Sequence[Span]) -> float | None:
 def _groups(store: Store) -> dict[str, Any]:
     prompts = store.prompts()
     states: Mapping[str, int] = Counter(p.state for p in prompts)
-    reasons = Counter(p.reason for p in prompts if p.state == "dropped")
+    reasons = Counter(p.reason for p in prompts if p.reason)
+    left_out = sum(p.state == "trained" and bool(p.reason) for p in prompts)
     return {
         "started": len(prompts),
-        "trained": states.get("trained", 0),
+        "trained": states.get("trained", 0) - left_out,
         "dropped": states.get("dropped", 0),
+        "left_out": left_out,
         "waiting": states.get("published", 0),
         "in_flight": states.get("started", 0) + states.get("returned", 0),
         "reasons": dict(reasons.most_common()),
     }
+
+
+def _tasksets(
+    store: Store, trajectories: Sequence[TrajectoryRow], steps: Sequence[StepRow]
+) -> dict[str, dict[str, Any]]:
+    """What became of the groups of each task set, and how its rollouts fared, first and last."""
+    out: dict[str, dict[str, Any]] = {}
+    states = Counter((p.taskset, p.state) for p in store.prompts())
+    for name in sorted({taskset for taskset, _ in states}):
+        scored = [t for t in trajectories if t.taskset == name and t.scored]
+        solved = f"tasks/{name}_solved_frac"
+        curve = [s.metrics[solved] for s in steps if solved in s.metrics]
+        retired = steps[-1].metrics.get(f"tasks/{name}_retired") if steps else None
+        out[name] = {
+            "started": sum(n for (taskset, _), n in states.items() if taskset == name),
+            "trained": states[name, "trained"],
+            "dropped": states[name, "dropped"],
+            "solved_frac": sum(t.passed for t in scored) / len(scored) if scored else None,
+            "solved_frac_first": curve[0] if curve else None,
+            "solved_frac_last": curve[-1] if curve else None,
+            "retired": None if retired is None else int(retired),
+        }
+    return out

@@ -226,9 +226,25 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     dropped = "; ".join(f"{n} x {one_line(reason, 80)}" for reason, n in groups["reasons"].items())
     out.append(
         f"groups  {groups['trained']} trained, {groups['dropped']} dropped"
+        + (f", {groups['left_out']} left out" if groups["left_out"] else "")
         + (f" ({dropped})" if dropped else "")
         + (f", {groups['waiting']} waiting" if groups["waiting"] else "")
     )
+    sets = report["tasksets"]
+    # One set without a curriculum is the run: the lines above are about it.
+    if len(sets) > 1 or any(one["retired"] is not None for one in sets.values()):
+        rows = [("task set", "trained", "dropped", "solved", "first", "last", "retired")]
+        rows += [
+            (
+                short_name(name),
+                str(one["trained"]),
+                str(one["dropped"]),
+                *(_number(one[f"solved_frac{k}"]) for k in ("", "_first", "_last")),
+                "-" if one["retired"] is None else str(one["retired"]),
+            )
+            for name, one in sets.items()
+        ]
+        out += [f"  {line}" for line in _table(rows)]
     return out
 
 

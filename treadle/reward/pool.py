@@ -251,7 +251,7 @@ class _Slot:
                 f"was answered with {error}; its worker was ended",
                 hint="does a grader write to files that it did not open?",
             )
-        return reward_of(call.name, reply)
+        return reward_of(call.name, reply, call.trajectory)
 
     def _ready_worker(self) -> Worker | None:
         with self._lock:

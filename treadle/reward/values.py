@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from treadle.errors import ErrorRecord, RewardError, record
-from treadle.types import Reward
+from treadle.types import Reward, TokenSpan, Trajectory
 
 MAX_ABS_REWARD = 1e6
 """A larger number is taken for a mistake of units; advantages of it would drown all others."""
+
+
+FLAGGED = "flagged"
+"""The entry of a returned mapping that holds spans of tokens, [[node id, start, end], ...]."""
 
 
 def failed(name: str, what: str, cause: Exception | None = None, *, hint: str = "") -> Reward:
@@ -23,12 +27,13 @@ def failed(name: str, what: str, cause: Exception | None = None, *, hint: str = 
     return Reward(value=None, error=record(error, f"reward {name}"))
 
 
-def reward_of(name: str, reply: Mapping[str, Any]) -> Reward:
-    """The reward that a worker's last reply holds.
+def reward_of(name: str, reply: Mapping[str, Any], trajectory: Trajectory) -> Reward:
+    """The reward of `trajectory` that a worker's last reply holds.
 
     A number (True and False count as 1 and 0) is the value. Of a mapping of numbers, "reward"
-    is the value, else "score"; all but "reward" become `parts`. Anything else, NaN, infinities,
-    and numbers beyond MAX_ABS_REWARD are unscored.
+    is the value, else "score"; all but "reward" become `parts`, and "flagged" holds spans of the
+    trajectory's tokens, [node id, start, end] each. Anything else, NaN, infinities, numbers beyond
+    MAX_ABS_REWARD and spans outside of their node are unscored.
     """
     if "raised" in reply:
         when = "could not be loaded in a worker:" if reply["event"] == "unloaded" else "raised"
@@ -55,13 +60,46 @@ def reward_of(name: str, reply: Mapping[str, Any]) -> Reward:
             f"returned a mapping without `reward` or `score`; keys: {', '.join(value) or 'none'}",
             hint='return {"score": 1.0, "other": 0.5}; every entry is recorded',
         )
+    value = dict(value)
+    spans = value.pop(FLAGGED, [])
+    if wrong := _wrong_spans(spans, trajectory):
+        return failed(
+            name,
+            f"returned {wrong} as `{FLAGGED}`",
+            hint="return a list of (node.id, start, end); 0 and len(node.ids) flag a whole turn",
+        )
     for part, number in value.items():
         wrong = _wrong(number)
         if wrong:
             return failed(name, f"returned {wrong} as `{part}`", hint=_hint(number))
     parts = {part: float(number) for part, number in value.items()}
     reward = parts.pop("reward", parts.get("score"))
-    return Reward(value=reward, parts=parts)
+    flagged = tuple(TokenSpan(*map(int, span)) for span in spans)
+    return Reward(value=reward, parts=parts, flagged=flagged)
+
+
+def _wrong_spans(spans: Any, trajectory: Trajectory) -> str:
+    """What is wrong with the spans that a grader returned; empty when all are good."""
+    if not isinstance(spans, list):
+        return _described(spans)
+    sizes = {node.id: len(node.ids) for node in trajectory.nodes}
+    for span in spans:
+        if not (
+            isinstance(span, list)
+            and len(span) == 3
+            and all(isinstance(n, int | float) and float(n).is_integer() for n in span)
+        ):
+            return _described(span)
+        node, start, end = map(int, span)
+        if not 0 <= start < end <= sizes.get(node, -1):
+            of = f"has {sizes[node]} tokens" if node in sizes else "does not exist"
+            return f"tokens {start}..{end} of node {node}, which {of},"
+    return ""
+
+
+def _described(value: Any) -> str:
+    said = value.get("?", "a mapping") if isinstance(value, Mapping) else repr(value)
+    return str(said)[:80]
 
 
 def _wrong(value: Any) -> str:

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 from treadle.errors import TreadleError, said
 from treadle.reward.frames import HEADER
 from treadle.reward.strays import MARK, end_marked
+from treadle.reward.values import FLAGGED
 
 MAX_FUNCTIONS = 64
 """Functions kept loaded, so that what they cache (a task set) is built once."""
@@ -137,7 +138,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): _spans(v) if k == FLAGGED else plain(v) for k, v in value.items()}
     if isinstance(value, numbers.Real):
         return float(value)
     if hasattr(value, "item") and getattr(value, "size", None) in (1, ()):
@@ -145,6 +146,16 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item") and hasattr(value, "numel") and value.numel() == 1:
         return plain(value.item())
     return {"?": f"{type(value).__name__} {value!r}"[:200]}
+
+
+def _spans(value: Any) -> Any:
+    """(node, start, end) triples as lists of numbers; what is none stays what it was."""
+    if not isinstance(value, list | tuple):
+        return plain(value)
+    return [
+        [plain(n) for n in span] if isinstance(span, list | tuple) else plain(span)
+        for span in value
+    ]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

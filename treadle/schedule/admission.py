@@ -6,7 +6,8 @@ A group may start while
 
 with N groups per step and eta steps of run-ahead; eta = 0 is synchronous training. `published`
 counts the groups of every step whose weights are being served. A group that is dropped (zero
-variance, unscored, failed) gives its place back at once, else the refill deadlocks.
+variance, unscored, failed) gives its place back at once, else the refill deadlocks; one that a step
+consumed and left out gives it back with its step, or at eta = 0 the next would start too early.
 
 Guarantee at eta = 0: groups start in order of their ordinals and only when one is missing, so
 the set trained in a step is the first N informative ordinals, whatever order they finish in.

@@ -130,15 +130,23 @@ class Curriculum:
             the order of exponential clocks of rate w. Weights: arXiv:2605.05112; retirement:
             ScaleRL (arXiv:2510.13786), no positive resampling.
         """
+        order = self.order(size, outcomes, position, seed)
+        return int(order[position % self.block % len(order)]) if len(order) else None
+
+    def order(
+        self, size: int, outcomes: Mapping[int, Outcome], position: int, seed: int
+    ) -> NDArray[np.int64]:
+        """The order in which tasks come in the block of `position`, again and again; empty when
+        none may come any more. One for all positions of a block: worth keeping.
+
+        Raises ContractError: see `weights`.
+        """
         weights = self.weights(size, outcomes, position)
         live = np.flatnonzero(weights > 0)
-        if not len(live):
-            return None
-        number, place = divmod(position, self.block)
+        number = position // self.block
         bits = np.random.Philox(key=np.array([seed, number], dtype=np.uint64)).random_raw(size)
         uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        order = live[np.argsort(-np.log(uniform[live]) / weights[live], kind="stable")]
-        return int(order[place % len(order)])
+        return live[np.argsort(-np.log(uniform[live]) / weights[live], kind="stable")]
 
 
 def outcome_of(group: Group, index: int) -> Outcome:

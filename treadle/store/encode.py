@@ -32,6 +32,7 @@ from treadle.types import (
     Status,
     StopReason,
     Task,
+    TokenSpan,
     ToolCall,
     Trajectory,
 )
@@ -165,6 +166,11 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
         "status": str(trajectory.status),
         "sampling": asdict(trajectory.sampling),
         "reward": [reward.value, dict(reward.parts), reward.error and asdict(reward.error)],
+        **(
+            {"flagged": [[s.node, s.start, s.end] for s in reward.flagged]}
+            if reward.flagged
+            else {}
+        ),
         "error": trajectory.error and asdict(trajectory.error),
         "duration_s": trajectory.duration_s,
         "tools": [trajectory.tool_calls, trajectory.tool_errors],
@@ -202,7 +208,12 @@ def unpack_trajectory(blob: bytes, task: Task, where: str) -> Trajectory:
         nodes=nodes,
         status=Status(tree["status"]),
         sampling=SamplingParams(**tree["sampling"]),
-        reward=Reward(value=value, parts=parts, error=error and ErrorRecord(**error)),
+        reward=Reward(
+            value=value,
+            parts=parts,
+            flagged=tuple(TokenSpan(*span) for span in tree.get("flagged", ())),
+            error=error and ErrorRecord(**error),
+        ),
         error=tree["error"] and ErrorRecord(**tree["error"]),
         duration_s=tree["duration_s"],
         tool_calls=tree["tools"][0],

@@ -132,6 +132,7 @@ class Ledger(History):
         metrics: Mapping[str, float],
         skipped: bool = False,
         reason: str = "",
+        left_out: Mapping[int, str] | None = None,
         checkpoint: CheckpointRecord | None = None,
     ) -> None:
         """The one transaction that makes a step done (contract 6).
@@ -144,11 +145,19 @@ class Ledger(History):
             metrics: values of the step, on axis "train".
             skipped: the optimiser did not move (non-finite gradient, nothing to train); the
                 step still counts, here as everywhere (B153). `reason` says why.
+            left_out: of these groups, those that the step consumed and did not train, each with the
+                reason; they have no samples.
             checkpoint: a complete one of this step or an earlier one.
 
         Raises ContractError: out of order, a group that is not published, a sample of another
         group, an advantage that is not finite. StoreError: the disk refused.
         """
+        left_out = left_out or {}
+        if strange := set(left_out) - set(ordinals) | {s.ordinal for s in samples} & set(left_out):
+            raise ContractError(
+                f"step {step} leaves out groups that it does not consume, or trains: "
+                f"{sorted(strange)}"
+            )
         with self._db.write(f"committing step {step}") as db:
             last, served = db.execute(
                 "SELECT step, version FROM steps ORDER BY step DESC LIMIT 1"
@@ -172,9 +181,9 @@ class Ledger(History):
             for ordinal in ordinals:
                 _require_state(db, ordinal, ("published",), "trained")
                 db.execute(
-                    "UPDATE prompts SET state = 'trained', step = ?, ended_at = ? "
+                    "UPDATE prompts SET state = 'trained', step = ?, ended_at = ?, reason = ? "
                     "WHERE ordinal = ?",
-                    (step, now, ordinal),
+                    (step, now, _text(left_out.get(ordinal, "")), ordinal),
                 )
             _put_samples(db, step, set(ordinals), samples)
             put_metrics(db, "train", step, metrics, now)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ErrorRecord
-from treadle.types import Provenance, Trajectory
+from treadle.types import Provenance, Status, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class PromptRow:
     """Oldest policy version in its group."""
     step: int | None
     reason: str
-    """Why it was dropped."""
+    """Why it was dropped, or left out by the step that consumed it."""
     started_at: float
     ended_at: float | None
 
@@ -147,13 +147,25 @@ class TrajectoryRow:
     state: str
     """Of its prompt."""
     step: int | None
-    """That trained its group; `advantage` None = this one was left out of it."""
+    """That consumed its group; `advantage` None = this one was left out of it."""
     advantage: float | None
 
     @property
     def demonstrated(self) -> bool:
         """Nothing was sampled, and there are tokens to learn."""
         return self.num_trained > 0 and self.num_sampled == 0
+
+    @property
+    def scored(self) -> bool:
+        """It is in its `Group.scored`."""
+        judged = self.status in (Status.FINISHED, Status.TRUNCATED)
+        return judged and self.reward is not None and self.num_trained > 0
+
+    @property
+    def passed(self) -> bool:
+        """A full strict score (part `score`, else the reward, >= 1) of a scored one."""
+        score = self.parts.get("score", self.reward)
+        return self.scored and score is not None and score >= 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

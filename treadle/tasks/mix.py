@@ -112,7 +112,10 @@ class Mix:
         return self._find(ordinal)[1]
 
     def _find(self, ordinal: int) -> tuple[Slot, Task]:
-        source, visit = self.draw(ordinal)
+        return self.visit(*self.draw(ordinal))
+
+    def visit(self, source: int, visit: int) -> tuple[Slot, Task]:
+        """What a task set gives to its `visit`-th draw. Raises as `task`."""
         taskset = self.tasksets[source]
         try:
             return Slot(source, visit, 0, visit), taskset.task(visit, self.split)
