@@ -141,19 +141,9 @@ def drift(method: str, folder: Path) -> dict[str, Any]:
     """What `treadle drift` says, through the command that a user types."""
     untouched = [f"--tasks=jsonl:{folder / name}" for name in ("small.jsonl", "large.jsonl")]
     asked = [f"--questions={QUESTIONS}", f"--samples={SAMPLES}", "--json"]
+    command = [sys.executable, "-m", "treadle.cli.main", "drift", str(folder / method)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "treadle.cli.main",
-            "drift",
-            str(folder / method),
-            *untouched,
-            *asked,
-        ],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
+        [*command, *untouched, *asked], check=True, stdout=subprocess.PIPE, text=True
     )
     return json.loads(done.stdout)
 
