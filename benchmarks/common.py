@@ -51,6 +51,17 @@ def finish(
     return document
 
 
+def commit() -> str:
+    """Of the checkout that is measured; with a "+" where it has changes of its own."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], capture_output=True, text=True, check=True, cwd=RESULTS
+        ).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+
+
 def best_gemm_flops(seconds: float = 1.0) -> float:
     """Best rate of a bf16 1024^3 product in this process, in FLOP/s."""
     import torch

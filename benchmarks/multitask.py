@@ -8,9 +8,9 @@ cores. A row is three runs (additions alone, reversals alone, both), so a row ta
 all six (ranks 1 and 8, seeds 0, 1, 2) about 8 minutes.
 
 Additions and reversals are those of `treadle.train.pretrain`; 50 and 80 questions are held out. The
-joint run makes twice the steps of a separate one, so that each set has as many groups in both: one
-adapter is compared with two of the same rank, at equal data. Accuracy is the strict score of 4
-samples of each held-out question at temperature 1, after training.
+joint run makes twice the steps of a separate one, so that each set has as many groups in both: the
+comparison is of one adapter with two of the same rank, at equal data. Accuracy is the strict score
+of 4 samples of each held-out question at temperature 1, after training.
 
 Rows are appended to results/multitask.jsonl, one per (setting, seed, commit), rank in the setting.
 
@@ -35,8 +35,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common import RESULTS, finish, say
-from benchmarks.first_run import chosen, commit
+from benchmarks.common import RESULTS, commit, finish, say
+from benchmarks.recipe_gain import chosen
 
 NAME = "multitask"
 ROWS = RESULTS / f"{NAME}.jsonl"

@@ -155,6 +155,7 @@ class Treadle:
         self._trainer_class = Trainer
         self._first = {n: p.detach().clone() for n, p in self.policy.parameters().items()}
         self._version = 0
+        self._heap = machine.Heap()
 
     def step(self, index: int, *, skipping: bool = False) -> dict[str, Any]:
         """One timed step, then back to step-0 weights; `skipping` groups of equal rewards."""
@@ -230,6 +231,7 @@ class Treadle:
         assert not step.skipped, step.reason
         self._version += 1
         result["publish_s"], _ = timed(lambda: self.engine.publish(self._version))
+        self._heap.release()  # as a run does after every step
         trajectories = [t for g in groups for t in g.trajectories]
         result["reward"] = sum(t.reward.value or 0.0 for t in trajectories) / len(trajectories)
         tokens = sum(t.num_sampled_tokens for t in trajectories)

@@ -9,7 +9,14 @@ import pytest
 from treadle.advantage import ESTIMATORS, GROUP_RELATIVE
 from treadle.algorithms import ALGORITHMS, describe, loss_options, resolve, resolve_run
 from treadle.batch import AGGREGATIONS
-from treadle.config import CorrectionConfig, LearnConfig, RunConfig, TasksConfig, override
+from treadle.config import (
+    CorrectionConfig,
+    CriticConfig,
+    LearnConfig,
+    RunConfig,
+    TasksConfig,
+    override,
+)
 from treadle.errors import ConfigError
 from treadle.losses import LOSSES, POLICY_LOSSES
 
@@ -24,10 +31,11 @@ def test_every_preset_names_parts_that_exist_and_says_where_it_is_from(name: str
     assert set(algorithm.options) <= set(loss_options(algorithm.loss))
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "sft"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_preset_can_run(name: str) -> None:
     found = resolve(LearnConfig(algorithm=name), norm_tokens=8)
-    assert found.advantage in ESTIMATORS
+    # What has no estimator learns from demonstrations, or from a teacher.
+    assert found.advantage in ESTIMATORS or found.term == "ce" or found.distils
 
 
 def test_every_policy_loss_is_the_loss_of_some_preset() -> None:
@@ -187,7 +195,10 @@ def test_groups_of_one_are_refused_with_the_reason_where_they_are_compared_and_o
     estimator: str,
 ) -> None:
     """B143."""
-    config = override(RunConfig(), ["rollout.group_size=1", f"learn.advantage={estimator}"])
+    critic = ["learn.critic={}"] if estimator == "gae" else []
+    config = override(
+        RunConfig(), ["rollout.group_size=1", f"learn.advantage={estimator}", *critic]
+    )
     if estimator not in GROUP_RELATIVE:
         assert resolve_run(config, ())[""].advantage == estimator
         return
@@ -201,3 +212,35 @@ def test_weights_of_rewards_are_asked_for_and_refused_where_nothing_reads_them()
         resolve_run(override(RunConfig(), ["learn.algorithm=gdpo"]), ())
     with pytest.raises(ConfigError, match="no algorithm of this run"):
         resolve_run(override(RunConfig(), ['learn.reward_weights={"score": 1}']), ())
+
+
+@pytest.mark.parametrize("name", ["learn.algorithm=ppo", "learn.advantage=gae"])
+def test_gae_without_a_critic_is_refused_with_what_to_set(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"`gae` of .* needs values, and there is no") as caught:
+        resolve_run(override(RunConfig(), [name]), ())
+    assert "learn.critic={}" in caught.value.hint
+    found = resolve_run(override(RunConfig(), [name, "learn.critic={}"]), ())[""]
+    assert found.advantage == "gae"
+
+
+def test_a_critic_that_no_algorithm_asks_is_refused_and_one_that_a_task_set_asks_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"the advantages are group_mean") as caught:
+        resolve_run(override(RunConfig(), ["learn.critic.kind=model"]), ())
+    assert "learn.algorithm=ppo" in caught.value.hint
+    config = RunConfig(
+        tasks=(TasksConfig(source="a", algorithm="ppo"),), learn=LearnConfig(critic=CriticConfig())
+    )
+    assert resolve_run(config, ("a",))["a"].advantage == "gae"
+
+
+def test_a_critic_does_not_go_with_a_teacher() -> None:
+    settings = ["learn.algorithm=distill", "learn.advantage=gae", "learn.critic={}"]
+    with pytest.raises(ConfigError, match="one outcome per row"):
+        resolve_run(override(RunConfig(), [*settings, "learn.teacher.source=x"]), ())
+
+
+def test_a_model_of_its_own_has_no_gradient_into_the_policy_to_switch() -> None:
+    with pytest.raises(ConfigError, match=r"`learn\.critic\.trunk_gradient` is true"):
+        CriticConfig(kind="model", trunk_gradient=True)
+    with pytest.raises(ConfigError, match=r"learn\.critic\.lam` must be in \[0, 1\], got 1\.5"):
+        override(RunConfig(), ["learn.algorithm=ppo", "learn.critic.lam=1.5"])

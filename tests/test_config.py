@@ -116,7 +116,7 @@ def test_an_unknown_key_in_a_stored_config_is_an_error_too():
         ("rollout.group_size=many", "`rollout.group_size` must be an integer, got 'many'"),
         ("rollout.group_size=2.5", "an integer"),
         ("steps=true", "`steps` must be an integer, got True"),
-        ("learn.zero_variance=dorp", "one of `drop`, `keep`"),
+        ("learn.zero_variance=reuse", "one of `drop`, `keep`"),
         ("learn.loss_options.clip_high=wide", "`learn.loss_options.clip_high` must be a number"),
         ("learn.correction.weight=tis", "one of `none`, `token`, `sequence`"),
         ("learn.correction.keep_high=0.5", "0 or >= 1"),

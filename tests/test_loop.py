@@ -10,6 +10,7 @@ import pytest
 from treadle.api import run_config
 from treadle.config import (
     CorrectionConfig,
+    CriticConfig,
     EntropyConfig,
     EvalConfig,
     KLConfig,
@@ -283,6 +284,53 @@ def test_controllers_go_on_with_the_same_bits_after_a_crash(tasks, tmp_path):
     assert controls == [1e-3, 2e-3, 4e-3, 4e-3, 4e-3]
     assert betas[0] == 0.1 and len(set(betas)) > 1
     assert sum("at its limit of 0.004 for 1 steps" in message for message in alarms) == 1
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_critic_goes_on_with_the_same_bits_after_a_crash(tasks, tmp_path, kind):
+    """One rollout per task. Step 3 is applied again after the checkpoint of step 2, from stored
+    outcomes: values, advantages and both updates as in one go, and the warm-up ends when it did."""
+    critic = CriticConfig(kind=kind, lam=0.9, warmup_steps=1)
+    config = small(
+        tasks,
+        steps=5,
+        learn=LearnConfig(lr=1e-2, algorithm="ppo", critic=critic),
+        rollout=RolloutConfig(group_size=1, groups_per_step=6, max_new_tokens=6),
+    )
+    run_config(config, tmp_path / "whole", reward=letters)
+
+    def crash(kind, data):
+        if kind == "step" and data["step"] == 3:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run_config(config, tmp_path / "parts", reward=letters, observer=crash)
+    run_config(config, tmp_path / "parts", reward=letters, resume=True)
+    with (
+        Store.open(tmp_path / "whole", readonly=True) as whole,
+        Store.open(tmp_path / "parts", readonly=True) as parts,
+    ):
+        for a, b in zip(whole.steps(), parts.steps(), strict=True):
+            assert a.ordinals == b.ordinals and not a.skipped
+            kept = [n for n in a.metrics if n.startswith(("value/", "loss/", "grad/", "ratio/"))]
+            assert "value/explained_variance" in kept and "value/clipped_frac" in kept
+            assert [a.metrics[n] for n in kept] == [b.metrics[n] for n in kept], a.step
+        frozen = [s.metrics["value/actor_frozen"] for s in whole.steps()]
+        rewards = {t.id: t.reward.value for g in whole.groups(step=3) for t in g.trajectories}
+        for sample in whole.samples_of_step(3):
+            made = {x for x, t in zip(sample.advantages, sample.trained, strict=True) if t}
+            assert made == {rewards[sample.trajectory_id]}, "the ledger holds outcomes"
+    assert frozen == [1, 0, 0, 0, 0]
+
+
+def test_rewards_that_are_all_equal_are_trained_on_under_a_critic(tasks, tmp_path):
+    """Nothing is compared, so nothing is dropped; the critic learns what the reward is."""
+    learn = LearnConfig(lr=1e-3, algorithm="ppo", critic=CriticConfig())
+    run_config(small(tasks, steps=2, learn=learn), tmp_path / "run", reward=constant)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        losses = [s.metrics["value/loss"] for s in store.steps()]
+        assert store.frontier().num_dropped == 0
+    assert losses[1] < losses[0] == pytest.approx(0.5)
 
 
 def test_another_setting_on_resume_is_refused_and_so_is_a_second_run_in_one_place(tasks, tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import os
+import signal
 import threading
 import time
 
@@ -65,7 +66,7 @@ def test_an_interrupted_cell_cancels_the_coroutine_and_waits_for_its_clean_up() 
     seen: list[str] = []
 
     async def long() -> None:
-        threading.Timer(0.05, _thread.interrupt_main).start()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             await asyncio.sleep(60)
         finally:

@@ -13,7 +13,7 @@ Takes: LearnConfig or RunConfig. Gives: Algorithms.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,8 @@ class Algorithm:
 
     name: str
     advantage: str
-    """Estimator in `advantage.ESTIMATORS`; "" = it learns from demonstrations, which have none."""
+    """Estimator in `advantage.ESTIMATORS`; "" = rewards are not looked at: it learns from
+    demonstrations, or from a teacher alone."""
     loss: str
     """In `losses.LOSSES`."""
     aggregation: str
@@ -46,6 +47,8 @@ class Algorithm:
     credit: CreditConfig = ALIKE
     norm_tokens: int = 0
     """L of `seq_mean_token_sum_norm`."""
+    distils: bool = False
+    """A token's advantage gets learn.teacher.coef x (log pi_teacher - log mu) added."""
     source: str = ""
     """Where the definition comes from, and what was chosen where it is silent."""
 
@@ -228,6 +231,14 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         source="arXiv:2501.03262, the variant with a group baseline",
     ),
     Algorithm(
+        name="ppo",
+        advantage="gae",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        source="arXiv:1707.06347 with GAE arXiv:1506.02438 that skips observations; its critic is "
+        "learn.critic",
+    ),
+    Algorithm(
         name="maxrl",
         advantage="maxrl",
         loss="cispo",
@@ -278,6 +289,23 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         loss="cross_entropy",
         aggregation="token_mean",
         source="maximum likelihood of demonstrations",
+    ),
+    Algorithm(
+        name="distill",
+        advantage="",
+        loss="prime_rl",
+        aggregation="token_mean",
+        distils=True,
+        source="the on-policy case of arXiv:2306.13649, reverse KL per token as a policy gradient "
+        "with discount 0; loss as in prime-rl",
+    ),
+    Algorithm(
+        name="distill_reward",
+        advantage="group_mean",
+        loss="prime_rl",
+        aggregation="token_mean",
+        distils=True,
+        source="`distill`, its advantages added to those of the reward",
     ),
 )
 """By name. A preset that differs in one number from another is a preset too: the numbers are the
@@ -331,7 +359,8 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
         names: of the task sets, in the order of `config.tasks`.
 
     Raises:
-        ConfigError: as `resolve`; an algorithm that cannot learn from rollouts; groups of one
+        ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
+            a teacher or a critic that is missing, or that nothing asks; groups of one
             where the advantage compares the trajectories of a group; weights of rewards that
             nothing reads, or that are missing.
     """
@@ -339,13 +368,9 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
     out = {"": resolve(config.learn, norm_tokens=length)}
     for name, tasks in zip(names, config.tasks, strict=True):
         out[name] = resolve(config.learn, tasks.algorithm, norm_tokens=length)
+    _check_sources(config, names, out)
+    check_teacher(config.learn, out)
     for algorithm in out.values():
-        if not algorithm.advantage:
-            raise ConfigError(
-                f"algorithm `{algorithm.name}` learns from demonstrations, and a run makes "
-                "rollouts: they have no advantage under it",
-                hint=setting("learn.algorithm=cispo"),
-            )
         compared = algorithm.advantage in GROUP_RELATIVE or algorithm.credit.agents == "recursive"
         if config.rollout.group_size < 2 and compared:
             raise ConfigError(
@@ -356,6 +381,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
         _check_spread(config.learn, algorithm)
+    check_critic(config.learn, out)
     several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
     if several != bool(config.learn.reward_weights):
         raise ConfigError(
@@ -363,11 +389,79 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             if several
             else "learn.reward_weights is set, but no algorithm of this run compares parts of the "
             "reward",
-            hint='--set learn.reward_weights=\'{"score": 1, "lenient": 0.5}\''
+            hint=setting('learn.reward_weights={"score": 1, "lenient": 0.5}')
             if several
-            else "--set learn.algorithm=gdpo",
+            else setting("learn.algorithm=gdpo"),
         )
     return out
+
+
+def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: `gae` has no critic, or the critic has no `gae`, or a teacher besides."""
+    wanted = [a.name for a in algorithms.values() if a.advantage == "gae"]
+    if any(a.advantage == "gae" and a.distils for a in algorithms.values()):
+        raise ConfigError(
+            "advantage `gae` takes one outcome per row, and a teacher's advantages differ from "
+            "token to token",
+            hint=f"{setting('learn.algorithm=distill_reward')} with its own advantage",
+        )
+    if wanted and learn.critic is None:
+        raise ConfigError(
+            f"advantage `gae` of algorithm `{wanted[0]}` needs values, and there is no critic: "
+            "learn.critic is null",
+            hint=f"{setting('learn.critic={}')} takes one with all defaults, "
+            f"{setting('learn.critic.kind=model')} a model of its own",
+        )
+    if learn.critic is not None and not wanted:
+        used = sorted({a.advantage for a in algorithms.values() if a.advantage})
+        raise ConfigError(
+            f"learn.critic is set, but no algorithm of this run asks a critic: the advantages are "
+            f"{', '.join(used)}",
+            hint=f"{setting('learn.algorithm=ppo')}, or leave learn.critic out",
+        )
+
+
+def _check_sources(
+    config: RunConfig, names: Sequence[str], algorithms: Mapping[str, Algorithm]
+) -> None:
+    """Raises ConfigError: rollouts under an algorithm for demonstrations, or the reverse."""
+    demonstrates = {n: t.demonstrates for n, t in zip(names, config.tasks, strict=True)}
+    # The run's own algorithm trains what no task set names: where there are none, rollouts.
+    for name in names or ("",):
+        algorithm, shown = algorithms[name], demonstrates.get(name, False)
+        if shown and algorithm.term != "ce":
+            raise ConfigError(
+                f"task set `{name}` holds demonstrations, and algorithm `{algorithm.name}` learns "
+                "from rollouts",
+                hint=f"{setting(f'tasks.{names.index(name)}.algorithm=sft')}, or "
+                f"{setting('learn.algorithm=sft')} for all task sets",
+            )
+        trained = name not in demonstrates or config.tasks[names.index(name)].ratio > 0
+        if trained and not shown and not algorithm.advantage and not algorithm.distils:
+            raise ConfigError(
+                f"algorithm `{algorithm.name}` learns from demonstrations"
+                + (f", and task set `{name}` makes rollouts" if name else "")
+                + ", and a run makes rollouts: they have no advantage under it",
+                hint=f"{setting('learn.algorithm=cispo')}; a task set that is only evaluated has "
+                "ratio 0; demonstrations are `chat:PATH` and `rollouts:RUN_DIR`",
+            )
+
+
+def check_teacher(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: an algorithm asks a teacher and there is none, or the reverse."""
+    asking = [a.name for a in algorithms.values() if a.distils]
+    if asking and learn.teacher is None:
+        raise ConfigError(
+            f"algorithm `{asking[0]}` learns from a teacher, and there is none: learn.teacher is "
+            "null",
+            hint=f"{setting('learn.teacher.source=runs/first-run')}: a run, a model, or "
+            "learn.teacher.system for the same model under another system message",
+        )
+    if learn.teacher is not None and not asking:
+        raise ConfigError(
+            "learn.teacher is set, but no algorithm of this run asks a teacher",
+            hint=f"{setting('learn.algorithm=distill')}, or leave learn.teacher out",
+        )
 
 
 def describe(algorithm: Algorithm) -> dict[str, Any]:
@@ -382,6 +476,8 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "correction": on,
     }
+    if algorithm.distils:
+        out["teacher"] = True
     if credit:
         out["credit"] = credit
     if algorithm.aggregation == "seq_mean_token_sum_norm":
@@ -418,7 +514,8 @@ def _check(algorithm: Algorithm) -> None:
         ("advantage", algorithm.advantage, ESTIMATORS),
         ("loss", algorithm.loss, LOSSES),
     ):
-        if name not in known and not (what == "advantage" and algorithm.term == "ce"):
+        open_ = algorithm.term == "ce" or algorithm.distils
+        if name not in known and not (what == "advantage" and not name and open_):
             raise ConfigError(
                 f"algorithm `{algorithm.name}`: unknown {what} `{name}`",
                 hint=did_you_mean(name, known),

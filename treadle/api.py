@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from treadle.models.policy import Policy
     from treadle.render import Renderer
     from treadle.reward import GraderPool
+    from treadle.rollout.teacher import Teacher
     from treadle.tasks import Mix
 
 log = logging.getLogger(__name__)
@@ -386,7 +387,8 @@ def reward_provenance(reward: RewardFunction | None, config: RunConfig) -> Prove
     from treadle.reward.fingerprint import fingerprint, name_in_module
 
     if reward is None:
-        return Provenance(source=", ".join(t.reward for t in config.tasks), license="")
+        names = (t.reward for t in evaluated(config.tasks))
+        return Provenance(source=", ".join(names), license="")
     return Provenance(source=name_in_module(reward), license="", sha256=fingerprint(reward))
 
 
@@ -433,13 +435,19 @@ async def _parts(
         license=loaded.provenance.license,
         sha256=loaded.template_sha256,
     )
+    check_tokens(config, loaded)
     provenance = {
         "model": loaded.provenance,
         "template": template,
         "reward": reward_provenance(reward, config),
     } | {f"tasks.{i}": taskset.provenance for i, taskset in enumerate(mix.tasksets)}
     with GraderPool() as pool:
-        async with Engine(policy, max_rows=rows) as engine:
+        async with (
+            Engine(policy, max_rows=rows) as engine,
+            _teacher(config, loaded, policy) as (teacher, taught_by),
+        ):
+            if taught_by is not None:
+                provenance["teacher"] = taught_by
             grades = (grade, grade) if grade else _grades(config, reward, mix, pool)
             yield (
                 Parts(
@@ -447,7 +455,13 @@ async def _parts(
                     engine=engine,
                     max_rows=rows,
                     renderer=renderer,
-                    trainer=Trainer(policy, config.learn, seed=config.seed, algorithms=algorithms),
+                    trainer=Trainer(
+                        policy,
+                        config.learn,
+                        seed=config.seed,
+                        algorithms=algorithms,
+                        value_trunk=value_trunk_of(loaded, config),
+                    ),
                     publisher=Publisher(),
                     mix=mix,
                     draws=draws,
@@ -455,13 +469,110 @@ async def _parts(
                     tools=tools,
                     reward=grades[0],
                     score=grades[1],
+                    teacher=teacher,
                 ),
                 provenance,
             )
 
 
+@contextlib.asynccontextmanager
+async def _teacher(
+    config: RunConfig, loaded: LoadedModel, policy: Policy
+) -> AsyncIterator[tuple[Teacher | None, Provenance | None]]:
+    """Who is distilled, and where its weights come from; (None, None) where nobody is.
+
+    Raises ModelError, WeightsError: it cannot be loaded.
+    """
+    wanted = config.learn.teacher
+    if wanted is None:
+        yield None, None
+        return
+    from treadle.models.policy import Policy
+    from treadle.rollout.teacher import Teacher, noise_of
+    from treadle.sampler.engine import Engine
+    from treadle.weights.restore import open_policy
+
+    told = len(loaded.tokenizer(wanted.system)["input_ids"]) + 16 if wanted.system else 0
+    room = config.model.max_context + told
+    source = wanted.source or config.model.name
+    if (Path(source) / DATABASE).is_file():
+        found = open_policy(source, dtype=policy.dtype, device=policy.device, max_context=room)
+        teaching = found.policy
+        origin = Provenance(
+            source=f"run {found.config.name}, step {found.checkpoint.step}",
+            license=found.policy.loaded.provenance.license,
+            sha256=found.checkpoint.sha256,
+        )
+    else:
+        model = load_model(replace(config.model, name=source, max_context=room))
+        teaching = Policy(model, lora=None, dtype=policy.dtype, device=policy.device)
+        origin = model.provenance
+    async with Engine(teaching, max_rows=1, kv_tokens=16, name="teacher") as engine:
+        yield (
+            Teacher(
+                sampler=engine,
+                name=source,
+                system=wanted.system,
+                coef=wanted.coef,
+                noise_nats=noise_of(str(policy.dtype).removeprefix("torch.")),
+            ),
+            origin,
+        )
+
+
+def check_tokens(config: RunConfig, loaded: LoadedModel) -> None:
+    """A teacher scores ids, and rollouts of another run are learnt by theirs.
+
+    Raises ConfigError: ids mean something else there, or there is no such run. ModelError: the
+    model that would tell is not on this machine.
+    """
+    from treadle.models.load import load_tokenizer
+
+    teacher = config.learn.teacher
+    if teacher is not None and teacher.source:
+        path, name = Path(teacher.source), teacher.source
+        if (path / DATABASE).is_file():
+            with Store.open(path, readonly=True) as store:
+                name = store.config().model.name
+        elif path.parts[:1] == ("runs",):
+            raise ConfigError(
+                f"`learn.teacher.source`: there is no run {path}", hint="`treadle runs` lists them"
+            )
+        if name != config.model.name:
+            _same_tokenizer(loaded, load_tokenizer(name), f"teacher {teacher.source}")
+    for tasks in config.tasks:
+        kind, _, run_dir = tasks.source.partition(":")
+        if kind != "rollouts":
+            continue
+        with Store.open(run_dir, readonly=True) as store:
+            info, name = store.info(), store.config().model.name
+        sampled = info.provenance.get("model")
+        here = loaded.provenance.sha256
+        if sampled is None or not here or sampled.sha256 != here:
+            _same_tokenizer(loaded, load_tokenizer(name), f"{name}, which {run_dir} trained,")
+
+
+def _same_tokenizer(loaded: LoadedModel, other: Any, whose: str) -> None:
+    from treadle.models.load import tokenizer_sha256
+
+    ours, theirs = tokenizer_sha256(loaded.tokenizer), tokenizer_sha256(other)
+    if ours != theirs:
+        raise ConfigError(
+            f"{whose} has another tokenizer than the model: {len(other):,} ids "
+            f"({theirs[:12]}) and {len(loaded.tokenizer):,} ({ours[:12]}); one id would mean two "
+            "things",
+            hint="teachers and rollouts must share the model's tokenizer; learn from text with "
+            "`chat:PATH` instead",
+        )
+
+
 LOOKED_AT = 64
 """Training tasks of each set that are looked at before a run begins."""
+
+
+def evaluated(tasks: Sequence[TasksConfig]) -> tuple[TasksConfig, ...]:
+    """Those that make rollouts and can be judged: not demonstrations."""
+    return tuple(t for t in tasks if not t.demonstrates)
 
 
 def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
@@ -479,16 +590,20 @@ def open_tasks(config: RunConfig, reward: RewardFunction | None = None) -> Mix:
     from treadle.tasks import first, open_mix
     from treadle.tools import load_tools
 
-    grader_of(config.tasks, config.seed)
+    grader_of(evaluated(config.tasks), config.seed)
     load_tools(config.rollout.tools)
     harness_named(config.rollout.harness)
     mix = open_mix(config.tasks, config.seed)
     draws_of(config, mix)
     for settings, taskset in zip(config.tasks, mix.tasksets, strict=True):
-        first(taskset, mix.split, 1)
+        if settings.ratio > 0:
+            first(taskset, mix.split, 1)
+        if settings.demonstrates:
+            continue
         asked = questions(taskset, config.eval) if config.eval.questions else ()
         if reward is None:
-            require_gradable(settings, taskset, training_tasks(mix, taskset, LOOKED_AT))
+            if settings.ratio > 0:
+                require_gradable(settings, taskset, training_tasks(mix, taskset, LOOKED_AT))
             require_gradable(settings, taskset, asked)
     return mix
 
@@ -543,6 +658,15 @@ def policy_of(loaded: LoadedModel, config: RunConfig) -> Policy:
     )
 
 
+def value_trunk_of(loaded: LoadedModel, config: RunConfig) -> Policy | None:
+    """The model of its own that the run's critic is, if it is one. With LoRA an adapter of its own
+    on the base that is loaded already; in full fine-tuning the model is loaded once more."""
+    if config.learn.critic is None or config.learn.critic.kind == "head":
+        return None
+    base = load_model(config.model) if config.model.lora is None else loaded
+    return policy_of(base, replace(config, seed=config.seed + 1))
+
+
 def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:
     """The model's renderer, its chat template checked. Says in the log what it cannot splice."""
     from treadle.render import Renderer
@@ -580,8 +704,9 @@ def _grades(
             return await pool.score(strict, trajectory, config.rollout.reward_limit_s)
         return await paid(reward, trajectory)
 
-    trained = grader_of(config.tasks, config.seed)
-    strict = grader_of(config.tasks, config.seed, strict=True)
+    judged = evaluated(config.tasks)
+    trained = grader_of(judged, config.seed)
+    strict = grader_of(judged, config.seed, strict=True)
     return train, evaluate
 
 

@@ -11,7 +11,9 @@ through JSON, so the store holds exactly what ran.
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- credit     CreditConfig    who of a rollout, and of a group, carries its advantage
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
-    |   `-- kl         KLConfig        what holds the policy near its reference
+    |   |-- kl         KLConfig        what holds the policy near its reference
+    |   |-- critic     CriticConfig    the value model of PPO
+    |   `-- teacher    TeacherConfig   who is distilled
     |-- schedule   ScheduleConfig    eta, max_lag
     |-- eval       EvalConfig        held-out questions and samples
     `-- store      StoreConfig       checkpoints and retention
@@ -118,13 +120,14 @@ class CurriculumConfig:
 @_typed("tasks")
 class TasksConfig:
     source: str = ""
-    """"jsonl:PATH" or "reasoning_gym:FAMILY"."""
+    """"jsonl:PATH" or "reasoning_gym:FAMILY"; of demonstrations, for an algorithm that learns from
+    them (`sft`): "chat:PATH" or "rollouts:RUN_DIR"."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the source, e.g. a reasoning-gym family's difficulty; checked by the source."""
     system: str = ""
     """System message put before each task; empty = none."""
     ratio: float = 1.0
-    """Share of the groups relative to the other task sets."""
+    """Share of the groups relative to the other task sets; 0 = evaluated and never trained on."""
     minimum: int = 0
     """Least groups of this task set in a step, whatever its ratio and however many of its groups
     are dropped; kept exactly while generation does not run ahead (schedule.eta=0)."""
@@ -137,8 +140,34 @@ class TasksConfig:
     run's, which is `learn.algorithm` with what `learn` replaces of it."""
 
     def __post_init__(self) -> None:
-        _require(self.ratio > 0, "tasks.ratio", self.ratio, "> 0")
+        _require(self.ratio >= 0, "tasks.ratio", self.ratio, ">= 0")
         _require(self.minimum >= 0, "tasks.minimum", self.minimum, ">= 0")
+        if self.demonstrates and (self.reward != "score" or self.ratio == 0):
+            name = "ratio" if self.ratio == 0 else "reward"
+            raise ConfigError(
+                f"`tasks.{name}` is {_cut(repr(getattr(self, name)))}, but "
+                f"`{_cut(self.source)}` holds demonstrations, which are trained on and never "
+                "judged or evaluated",
+                hint="leave it out",
+            )
+        if self.ratio == 0 and (self.minimum or self.curriculum is not None):
+            name = "minimum" if self.minimum else "curriculum"
+            raise ConfigError(
+                f"`tasks.{name}` is set for `{_cut(self.source)}`, which is never trained on: its "
+                "ratio is 0",
+                hint="leave it out, or give the task set a ratio",
+            )
+        if self.demonstrates and self.curriculum is not None:
+            raise ConfigError(
+                f"`tasks.curriculum` draws by pass rate, and `{_cut(self.source)}` holds "
+                "demonstrations, which have none",
+                hint="leave it out",
+            )
+
+    @property
+    def demonstrates(self) -> bool:
+        """The source holds demonstrations: they are learnt as they stand, and never evaluated."""
+        return self.source.partition(":")[0] in ("chat", "rollouts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +232,7 @@ ENTROPY_OPEN_LOOP = ("repo_d", "clip_cov", "kl_cov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.entropy")
 class EntropyConfig:
     """Which settings a method has, what they mean and their defaults: docs/entropy.md. None takes
     the method's default; a setting that it does not have is an error."""
@@ -283,6 +313,7 @@ def _check_target(target: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.kl")
 class KLConfig:
     """A pull towards the reference policy, which the run starts from; see docs/entropy.md."""
 
@@ -319,7 +350,79 @@ class KLConfig:
         if self.discount != 1.0 and self.term != "k1_in_reward":
             raise ConfigError(
                 f"`learn.kl.discount` is {self.discount}, but `{self.term}` has no returns",
-                hint="--set learn.kl.term=k1_in_reward, or leave the discount out",
+                hint=f"{setting('learn.kl.term=k1_in_reward')}, or leave the discount out",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.teacher")
+class TeacherConfig:
+    """Who is distilled by an algorithm that asks a teacher (`distill`, `distill_reward`): each
+    sampled token's advantage gets coef x (log pi_teacher - log mu). The tokenizer must be the
+    model's own; see docs/sft-and-distillation.md."""
+
+    source: str = ""
+    """A run directory (its newest checkpoint), a known name, a directory or a hub id; "" = the
+    model that the run starts from."""
+    system: str = ""
+    """System message that the teacher alone is shown, in place of the task's own; "" = the teacher
+    sees what the model saw."""
+    coef: float = 1.0
+    """Advantage per nat."""
+
+    def __post_init__(self) -> None:
+        _require(self.coef > 0, "learn.teacher.coef", self.coef, "> 0")
+        if not self.source and not self.system:
+            raise ConfigError(
+                "`learn.teacher` has neither a source nor a system message: the teacher would be "
+                "the model that the run starts from, and there would be nothing to learn",
+                hint=f"{setting('learn.teacher.source=runs/first-run')}, or a system message that "
+                "makes the model better",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("learn.critic")
+class CriticConfig:
+    """The value model of PPO, for the advantage `gae`; see docs/advantages.md."""
+
+    kind: Literal["head", "model"] = "head"
+    """head = a linear layer on the policy's last hidden states; model = the same layer on a model
+    of its own, which starts as the run's model and is trained as `model.lora` says."""
+    gamma: float = 1.0
+    """Discount per trained token."""
+    lam: float = 1.0
+    """Lambda of GAE: 1 = return minus value, right for short answers of one turn; .95 to .98 for
+    long ones, once the values mean something (`warmup_steps`)."""
+    value_clip: float = 0.2
+    """How far a value may move in one step, in reward units; 0 = off. It acts from the second of
+    the `steps` on: before the first, nothing has moved."""
+    coef: float = 0.5
+    """What the value loss is multiplied by: against the policy's loss where `trunk_gradient` adds
+    both, else against `learn.grad_clip` alone, as AdamW does not see a scale."""
+    lr_scale: float = 10.0
+    """The critic's learning rate over `learn.lr`; constant from the start."""
+    warmup_steps: int = 0
+    """First steps of the run that train the critic alone."""
+    steps: int = 2
+    """Updates of the critic per step, each over all rows."""
+    trunk_gradient: bool = False
+    """head: the value loss trains the policy's weights too. Off: the policy's task is not mixed
+    with another, and the hidden states are computed once for all `steps`."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.gamma <= 1, "learn.critic.gamma", self.gamma, "in [0, 1]")
+        _require(0 <= self.lam <= 1, "learn.critic.lam", self.lam, "in [0, 1]")
+        _require(self.value_clip >= 0, "learn.critic.value_clip", self.value_clip, ">= 0")
+        _require(self.coef > 0, "learn.critic.coef", self.coef, "> 0")
+        _require(self.lr_scale > 0, "learn.critic.lr_scale", self.lr_scale, "> 0")
+        _require(self.warmup_steps >= 0, "learn.critic.warmup_steps", self.warmup_steps, ">= 0")
+        _require(self.steps >= 1, "learn.critic.steps", self.steps, ">= 1")
+        if self.trunk_gradient and self.kind == "model":
+            raise ConfigError(
+                "`learn.critic.trunk_gradient` is true, but a critic of kind `model` shares no "
+                "trained weight with the policy",
+                hint="leave it out: a model of its own is trained anyway",
             )
 
 
@@ -444,12 +547,16 @@ class LearnConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     """Global norm; 0 = off."""
-    micro_tokens: int = 4096
+    micro_tokens: int = 2048
     """Tokens of one forward and backward, shared prefixes counted once: bounds memory."""
     entropy: EntropyConfig | None = None
     """What holds the entropy; None = it goes where the loss takes it."""
     kl: KLConfig | None = None
     """A pull towards the reference policy; None = there is no reference."""
+    critic: CriticConfig | None = None
+    """The value model that the advantage `gae` (algorithm `ppo`) needs; {} = all its defaults."""
+    teacher: TeacherConfig | None = None
+    """Who is distilled; needed by the algorithms that ask a teacher, and by them alone."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """drop = groups whose rewards are all equal are replaced by fresh ones before the step."""
     spread_keep: float = 0.0

@@ -34,6 +34,8 @@ class Check:
 def doctor(*, network: bool = False) -> dict[str, Any]:
     """Look at everything: {"ok", "checks", "facts", "tuning", "probe", "models"}, JSON values.
 
+    "ok" is about the machine's set-up: that it is busy at the moment is a remark.
+
     Args:
         network: also ask the Hugging Face hub for an answer (one request, a few seconds at most).
     """
@@ -53,7 +55,7 @@ def doctor(*, network: bool = False) -> dict[str, Any]:
     if network:
         checks.append(_hub())
     return {
-        "ok": all(c.status == "ok" for c in checks),
+        "ok": all(c.status == "ok" for c in checks if c.name != "load"),
         "checks": [dataclasses.asdict(c) for c in checks],
         "facts": dataclasses.asdict(facts),
         "tuning": dataclasses.asdict(tuning),

@@ -6,9 +6,11 @@
                         +---------------- admission <----------------+
 
     generate   takes: the next ordinal of the task stream. waits for: admission, woken by a group
-               that is dropped or a version that is published. gives: a judged group, stored.
+               that is dropped or a version that is published. gives: a judged group, stored; of
+               a task set of demonstrations, one that nothing sampled.
     learn      takes: N ready groups, oldest version first. waits for: groups to finish, woken by
-               each; at most as long as a group may take. gives: a committed step, a new version.
+               each; at most as long as a group may take; then for the scores of a teacher, where
+               one is distilled. gives: a committed step, a new version.
 
 Synchronous training is this loop with eta = 0. Guarantees:
 - every started ordinal ends trained or dropped (with a reason), or stays pending in the ledger;
@@ -27,7 +29,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle.advantage import (
@@ -35,12 +37,15 @@ from treadle.advantage import (
     Advantage,
     advantages,
     baseline_metrics,
+    distilled,
     group_stats,
     running_baselines,
+    teacher_metrics,
     teaches,
     top_spread,
 )
 from treadle.advantage.credit import credit_metrics, credited, teaches_by_credit
+from treadle.batch import demonstrations
 from treadle.batch import samples as to_samples
 from treadle.config import CreditConfig, RunConfig
 from treadle.draws import Draws, Ended
@@ -52,17 +57,19 @@ from treadle.harness import Harness
 from treadle.machine import Heap
 from treadle.models.policy import Policy
 from treadle.render import Renderer
-from treadle.rollout import alarms, group_metrics, run_group
+from treadle.rollout import alarms, demonstrate, group_metrics, run_group
 from treadle.rollout.group import MAX_RETRIES
+from treadle.rollout.teacher import Teacher, teacher_logprobs
 from treadle.sampler.engine import Engine
 from treadle.schedule import Progress, Ready, may_start, next_batch
 from treadle.schedule.curriculum import outcome_of
 from treadle.store import Span, Store
+from treadle.tasks import Demonstrations
 from treadle.tasks.mix import Mix
 from treadle.threads import within
 from treadle.tools import Tools
 from treadle.train import StepResult, Trainer
-from treadle.types import Group, Party, Reward, Task, Trajectory
+from treadle.types import Group, Party, Reward, Sample, Task, Trajectory
 from treadle.weights.publish import Publisher
 from treadle.weights.restore import restore_run, save_run
 
@@ -107,6 +114,8 @@ class Parts:
     """What trains."""
     score: Grade
     """The task sets' own strict scores, which evaluate."""
+    teacher: Teacher | None = None
+    """Who is distilled, where an algorithm asks for one."""
     task_limit_s: float = TASK_LIMIT_S
     """For the mix to give one task."""
 
@@ -271,19 +280,24 @@ class Controller:
     async def _group(self, ordinal: int, task: Task) -> None:
         """Generate, judge and file one group."""
         parts, state = self.parts, self._state
-        group = await run_group(
-            task,
-            ordinal,
-            self.config.rollout.group_size,
-            sampler=parts.engine,
-            renderer=parts.renderer,
-            harness=parts.harness,
-            tools=parts.tools,
-            config=self.config.rollout,
-            max_context=parts.policy.shape.max_context,
-            seed=self.config.seed,
-            grade=parts.reward,
-        )
+        if self._demonstrates(task.taskset):
+            group = await within(
+                parts.task_limit_s, f"demonstration {ordinal}", self._demonstrate, task, ordinal
+            )
+        else:
+            group = await run_group(
+                task,
+                ordinal,
+                self.config.rollout.group_size,
+                sampler=parts.engine,
+                renderer=parts.renderer,
+                harness=parts.harness,
+                tools=parts.tools,
+                config=self.config.rollout,
+                max_context=parts.policy.shape.max_context,
+                seed=self.config.seed,
+                grade=parts.reward,
+            )
         reason = self._drop_reason(group)
         if reason:
             self.store.drop_group(ordinal, reason, group)
@@ -305,8 +319,28 @@ class Controller:
         async with self._changed:
             self._changed.notify_all()
 
+    def _demonstrates(self, taskset: str) -> bool:
+        """The task set's groups are made from demonstrations, not sampled."""
+        return self.parts.trainer.algorithm_of(taskset).term == "ce" and isinstance(
+            self.parts.mix[taskset], Demonstrations
+        )
+
+    def _demonstrate(self, task: Task, ordinal: int) -> Group:
+        taskset = self.parts.mix[task.taskset]
+        assert isinstance(taskset, Demonstrations)
+        return demonstrate(
+            task,
+            ordinal,
+            taskset.demonstration(task),
+            renderer=self.parts.renderer,
+            max_context=self.parts.policy.shape.max_context,
+            version=self._state.version,
+        )
+
     def _drop_reason(self, group: Group) -> str:
         """Why a group teaches nothing; each cause has its own words (B142)."""
+        if group.demonstrated:
+            return ""
         if not group.scored:
             errors = [t.error for t in group.trajectories if t.error]
             if len(errors) == len(group.trajectories):
@@ -317,6 +351,8 @@ class Controller:
                 return "no trajectory has a trained token"
             return "no trajectory was scored"
         learn, estimator = self.config.learn, self._estimator(group)
+        if not estimator or self._distils(group):
+            return ""
         credit = self.parts.trainer.algorithm_of(group.task.taskset).credit
         if len(group.scored) == 1 and estimator in GROUP_RELATIVE:
             return "only one trajectory was scored"
@@ -327,6 +363,9 @@ class Controller:
     def _estimator(self, group: Group) -> str:
         return self.parts.trainer.algorithm_of(group.task.taskset).advantage
 
+    def _distils(self, group: Group) -> bool:
+        return self.parts.trainer.algorithm_of(group.task.taskset).distils
+
     def _check_draws(self, config: RunConfig) -> None:
         """B094: refills are bounded, and the end says what the rewards were.
 
@@ -336,7 +375,9 @@ class Controller:
         if len(state.ready) >= wanted:
             return
         latest = [group for group, _ in state.recent[-2 * wanted :]]
-        if len(latest) == 2 * wanted and not any(group.scored for group in latest):
+        if len(latest) == 2 * wanted and not any(
+            group.scored or group.demonstrated for group in latest
+        ):
             self._nothing_is_scored(latest)
         self._check_pay(latest)
         if len(state.recent) < config.rollout.max_draws * wanted:
@@ -486,10 +527,10 @@ class Controller:
 
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
         state, step = self._state, self._state.step
-        values, self._credit = self._advantages(groups)
-        samples = to_samples(groups, values)
+        samples, taught = await self._samples(groups)
         # A turn that an update overtook has KV of older weights: it differs rightly.
-        current = all(v in (-1, state.version) for sample in samples for v in sample.versions)
+        versions = {v for sample in samples for v in sample.versions if v >= 0}
+        current = versions == {state.version}
         result = await asyncio.to_thread(
             self.parts.trainer.step,
             samples,
@@ -498,10 +539,43 @@ class Controller:
             guard=current and state.guards < GUARDED_STEPS,
         )
         state.guards += result.parity is not None
+        result = replace(result, metrics=result.metrics | taught)
         if result.skipped:
             self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
             log.warning("step %d was skipped: %s", step + 1, result.reason)
         return result, samples
+
+    async def _samples(self, groups: Sequence[Group]) -> tuple[list[Sample], dict[str, float]]:
+        """Rows in the order of the groups, and metrics of the teacher where one was asked."""
+        rollouts = [group for group in groups if not group.demonstrated]
+        values, self._credit = self._advantages(rollouts)
+        taught: dict[str, float] = {}
+        asked = [group for group in rollouts if self._distils(group)]
+        if asked:
+            taught = await self._distill(asked, values)
+        rows = [demonstrations([g]) if g.demonstrated else to_samples([g], values) for g in groups]
+        return list(itertools.chain.from_iterable(rows)), taught
+
+    async def _distill(
+        self, groups: Sequence[Group], values: dict[str, Advantage]
+    ) -> dict[str, float]:
+        """Add what the teacher says to the advantages, in place."""
+        parts, started = self.parts, time.perf_counter()
+        assert parts.teacher is not None, "resolve_run demands a teacher where one is asked"
+        found = await teacher_logprobs(
+            groups, parts.teacher, renderer=parts.renderer, tools=parts.tools.schemas
+        )
+        trajectories = [t for group in groups for t in group.scored]
+        for t in trajectories:
+            values[t.id] = distilled(
+                t,
+                values.get(t.id, 0.0),
+                found[t.id],
+                coef=parts.teacher.coef,
+                noise_nats=parts.teacher.noise_nats,
+            )
+        seconds = time.perf_counter() - started
+        return teacher_metrics(trajectories, found) | {"time/teacher_s": seconds}
 
     def _advantages(self, groups: Sequence[Group]) -> tuple[dict[str, Advantage], dict[str, float]]:
         """Each task set's groups by the estimator and then by the credit of its algorithm, together
@@ -511,6 +585,9 @@ class Controller:
             by_estimator.setdefault(self._estimator(group), []).append(group)
         values: dict[str, Advantage] = {}
         for estimator, compared in by_estimator.items():
+            if not estimator:  # rewards are not looked at
+                values |= {t.id: 0.0 for group in compared for t in group.scored}
+                continue
             values |= advantages(
                 compared,
                 estimator,
@@ -537,18 +614,20 @@ class Controller:
     ) -> dict[str, float]:
         """Of the step, and of everything that finished since the last one, dropped or not."""
         started, generated, trained = times
-        everything = [group for group, _ in recent] or list(groups)
+        rollouts = [group for group in groups if not group.demonstrated]
+        finished = [group for group, _ in recent if not self._demonstrates(group.task.taskset)]
+        everything = finished or rollouts
         stats = self.parts.engine.stats()
         tokens = stats.decoded_tokens - self._engine_stats.decoded_tokens
         busy_s = stats.busy_s - self._engine_stats.busy_s
         self._engine_stats = stats
         return (
             dict(result.metrics)
-            | group_metrics(everything)
-            | group_stats(groups)
-            | baseline_metrics(groups, self._state.baselines)
+            | (group_metrics(everything) if everything else {})
+            | (group_stats(rollouts) if rollouts else {})
+            | baseline_metrics(rollouts, self._state.baselines)
             | self._credit
-            | self._by_taskset(everything, groups)
+            | self._by_taskset(everything, rollouts)
             | {
                 "groups/trained": float(len(groups)),
                 "groups/dropped": float(sum(bool(reason) for _, reason in recent)),
@@ -616,6 +695,8 @@ class Controller:
         if not config.eval.questions:
             return
         for taskset in parts.mix.tasksets:
+            if isinstance(taskset, Demonstrations):
+                continue
             tasks = await within(
                 DISK_LIMIT_S, f"held-out tasks of {taskset.name}", questions, taskset, config.eval
             )

@@ -25,6 +25,8 @@ _SHOWN = (
     ("reward", "reward/mean", ".3f"),
     ("solved", "reward/solved_frac", ".1%"),
     ("length", "rollout/sampled_tokens_mean", ".1f"),
+    ("ce", "loss/ce_nats", ".3f"),
+    ("to teacher", "teacher/kl_nats", ".3f"),
     ("entropy", "policy/entropy_nats", ".3f"),
 )
 """Word, metric, format: what a line about a step holds."""

@@ -14,13 +14,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, ParamSpec, TypeVar
 
 from treadle.errors import ContractError, said
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+POLL_S = 0.2
+"""Between looks at whether the outer task of `run` was cancelled."""
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,7 +85,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, and also where this thread runs a loop already, as a notebook does.
 
     There `main` gets a thread and a loop of its own; Ctrl-C cancels it, waits for its clean-up,
-    and is raised.
+    and is raised. So does a Ctrl-C that the outer loop took for itself, by cancelling its task.
     """
     if asyncio._get_running_loop() is None:
         return asyncio.run(main)
@@ -103,7 +106,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     thread = threading.Thread(target=work, name="run", daemon=True)
     thread.start()
+    outer = asyncio.current_task()
+    before = outer.cancelling() if outer else 0
     try:
+        while not wait([done], POLL_S).done:
+            if outer and outer.cancelling() > before:
+                raise KeyboardInterrupt
         return done.result()
     except KeyboardInterrupt:
         with contextlib.suppress(RuntimeError, TimeoutError):  # its loop is closed, or never began

@@ -1,8 +1,9 @@
 """The nouns that cross a stage. Frozen, plain Python, no torch: imports in about 0.1 s.
 
 Guarantees that hold for every value built here:
-- ids, masks, logprobs and versions of a node have one length; a token is marked `trained` only
-  if a sampler returned its id *and* its logprob (contract 1: token truth);
+- ids, masks, logprobs and versions of a node have one length; a sampled token is marked `trained`
+  only if a sampler returned its id *and* its logprob (contract 1: token truth); a demonstrated one
+  has neither logprob nor version, and an observed one is never trained;
 - untrained positions carry NaN as logprob and -1 as version (contract 2: masked means absent).
 
 Takes: nothing. Gives: the vocabulary of docs/glossary.md.
@@ -356,8 +357,15 @@ class Node:
             raise ContractError(
                 f"node {self.id}: ids, trained, logprobs and versions differ in length: {lengths}"
             )
-        if any(self.trained) and self.source is not Source.SAMPLED:
+        if any(self.trained) and self.source is Source.OBSERVATION:
             raise ContractError(f"node {self.id}: a {self.source} token is marked as trained")
+        if self.source is Source.DEMONSTRATION:
+            if any(v >= 0 for v in self.versions) or any(x == x for x in self.logprobs):
+                raise ContractError(
+                    f"node {self.id}: a demonstration has a behaviour logprob or a policy version, "
+                    "but nothing sampled it"
+                )
+            return
         for i, (trained, logprob) in enumerate(zip(self.trained, self.logprobs, strict=True)):
             if trained and not math.isfinite(logprob):
                 raise ContractError(
@@ -479,6 +487,12 @@ class Group:
             and t.num_trained_tokens > 0
         )
 
+    @property
+    def demonstrated(self) -> bool:
+        """It was made from a demonstration: nothing was sampled and nothing is judged."""
+        sources = {n.source for t in self.trajectories for n in t.nodes}
+        return Source.DEMONSTRATION in sources
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -489,7 +503,8 @@ class Sample:
     """Of its group."""
     ids: tuple[int, ...]
     trained: tuple[bool, ...]
-    """trained[t]: ids[t] was sampled here and is to be learnt; trained[0] is False."""
+    """trained[t]: ids[t] was sampled or demonstrated here and is to be learnt; trained[0] is
+    False."""
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     advantages: tuple[float, ...]

@@ -253,7 +253,7 @@ def test_length_matters_to_no_estimator_that_does_not_say_so(
 def test_a_better_reward_gets_a_larger_advantage(group: Groups, estimator: str) -> None:
     low, high = values([group(0, [0.0, 1.0])], estimator)
     assert low < high
-    assert low < 0 < high or estimator in ("reinforce", "reinforce_running")
+    assert low < 0 < high or estimator in ("reinforce", "reinforce_running", "gae")
 
 
 # --------------------------------------------------------------------------- one per task

@@ -184,7 +184,8 @@ def test_states_are_not_shared_between_groups(group: Groups, trajectory: Traject
         1, [replace(walk(trajectory, i, r, 1), id=f"1/{i}") for i, r in [(0, 1.0), (1, 0.0)]]
     )
     plain = advantages([*one, two], "group_mean")
-    assert turn_credit([*one, two], plain)["0/0"] == turn_credit(one, plain)["0/0"]
+    alone = turn_credit(one, plain)["0/0"]
+    assert turn_credit([*one, two], plain)["0/0"] == turn_credit([two, *one], plain)["0/0"] == alone
 
 
 def test_rewards_of_an_environment_replace_the_outcome(

@@ -206,6 +206,20 @@ def test_the_plan_shows_what_a_reference_costs(treadle, workspace) -> None:
     assert sizes[1][0] == 4 * sizes[1][1]["parameters"]
 
 
+def test_the_plan_shows_what_a_critic_costs(treadle, workspace) -> None:
+    found = []
+    for kind in ("head", "model"):
+        settings = ("--set", "learn.algorithm=ppo", "--set", f"learn.critic.kind={kind}")
+        plan = treadle("train", "rec.py", "--dry-run", "--json", *settings).json["plan"]
+        found.append((plan["model"]["critic_parameters"], plan["memory"]["parts_bytes"]["critic"]))
+    hidden, trained = plan["model"]["shape"]["hidden"], plan["model"]["trained_parameters"]
+    tokens = plan["step"]["sampled_tokens_max"]
+    assert found[0] == (hidden + 1, 16 * (hidden + 1) + 4 * hidden * tokens)
+    assert found[1][0] == trained + hidden + 1 and found[1][1] > 16 * found[1][0]
+    told = treadle("train", "rec.py", "--dry-run", *settings).out
+    assert f"and a critic of {found[1][0]:,}" in told and "critic" in told.split("memory")[1]
+
+
 def test_a_dry_run_makes_the_checks_of_a_start(treadle, workspace) -> None:
     for setting, says in (
         ("eval.split=vall", "no split `vall`"),
@@ -215,6 +229,8 @@ def test_a_dry_run_makes_the_checks_of_a_start(treadle, workspace) -> None:
         ("learn.kl.discount=0.5", "`k3+_in_loss` has no returns"),
         ("learn.algorithm=cipso", "did you mean `cispo`"),
         ("learn.loss_options.ratio_mx=3", "did you mean `ratio_max`"),
+        ("learn.algorithm=ppo", "needs values, and there is no critic"),
+        ("learn.critic.kind=head", "no algorithm of this run asks a critic"),
         ("tasks.0.algorithm=gsop", "unknown algorithm `gsop` in tasks.algorithm"),
     ):
         done = treadle("train", "rec.py", "--dry-run", "--set", setting)

@@ -14,6 +14,7 @@ import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import aiohttp
 import pytest
 import torch
 
-from tests.gateway.bench import play, until
+from tests.gateway import bench
 from treadle.config import LoraConfig
 from treadle.gateway.recorder import Limits, Recorder
 from treadle.gateway.server import Gateway
@@ -34,8 +35,10 @@ from treadle.sampler.engine import Engine
 from treadle.sampler.router import NoReplica, Router, RouterLimits
 from treadle.types import SamplingParams, Source
 
+play = partial(bench.play, limit_s=110)
+until = partial(bench.until, limit_s=60)
 QUICK = RouterLimits(poll_s=0.05, recovery_s=0.5, move_margin=None)
-LONG = 400
+LONG = 150
 """Tokens of a turn that something happens to."""
 
 
@@ -64,7 +67,7 @@ class Chain:
             self.router,
             self.renderer,
             session=name,
-            sampling=lambda turn: SamplingParams(max_new_tokens=tokens, seed=turn, deadline_s=60),
+            sampling=lambda turn: SamplingParams(max_new_tokens=tokens, seed=turn, deadline_s=300),
             limits=Limits(max_turns=50, max_context=1000),
         )
         return self.gateway.sessions.open(recorder)
@@ -268,7 +271,7 @@ def test_a_reader_that_stalls_is_cut_off_and_nothing_learns_from_its_answer(
     policy: Policy, stream: bool
 ) -> None:
     async def main() -> None:
-        async with chain(policy, gateway={"send_limit_s": 0.3}, max_new_tokens=600) as c:
+        async with chain(policy, gateway={"send_limit_s": 0.3}, max_new_tokens=300) as c:
             session = await c.open("a")
             # Buffers so small that an answer with logprobs does not fit into them.
             assert c.gateway._runner is not None
@@ -286,10 +289,10 @@ def test_a_reader_that_stalls_is_cut_off_and_nothing_learns_from_its_answer(
                     f"content-length: {len(body)}\r\n\r\n"
                 )
                 await loop.sock_sendall(sock, (head + body).encode())
-                await until(lambda: session.recorder.turns == 1, 50)
+                await until(lambda: session.recorder.turns == 1)
                 await until(lambda: session._readers == 0)
             (node,) = (n for n in session.recorder.nodes if n.source is Source.SAMPLED)
-            assert len(node.ids) == 600 and all(node.trained)
+            assert len(node.ids) == 300 and all(node.trained)
             await c.gateway.sessions.close(session)
             (node,) = (n for n in session.recorder.nodes if n.source is Source.SAMPLED)
             assert session.info()["undelivered"] == 1 and not any(node.trained)
@@ -440,7 +443,7 @@ def test_sessions_opened_and_abandoned_leave_no_count_and_no_memory(
                 for start in range(0, size, 50):
                     each = range(start, start + 50)
                     await asyncio.gather(*(abandon(f"{round_}/{i}", i) for i in each))
-                await until(lambda: sessions.expired == before + size, 60)
+                await until(lambda: sessions.expired == before + size)
                 await until(lambda: c.router.stats().orphans == 0)
                 await c.check_nothing_is_left()
                 gc.collect()
@@ -456,7 +459,7 @@ def test_sessions_opened_and_abandoned_leave_no_count_and_no_memory(
             # The gateway keeps the key of a closed session and why it ended, up to a bound.
             assert per_session < 1000, f"{per_session:.0f} bytes are left per session"
 
-    play(main(), 110)
+    play(main())
 
 
 # ----------------------------------------------------------------------- breaking things

@@ -15,7 +15,7 @@ from treadle.losses import POLICY_LOSSES, LossOutput, ppo_clip_loss
 from treadle.losses.dis import dis_loss
 from treadle.losses.dppo import dppo_kl_loss, dppo_tv_loss
 from treadle.losses.gspo import gspo_loss
-from treadle.losses.kernels import binary_kl
+from treadle.losses.kernels import binary_kl, detached
 from treadle.losses.kimi import kimi_sequence_loss, kimi_token_loss
 from treadle.losses.prime_rl import prime_rl_loss
 from treadle.losses.reinforce import reinforce_loss
@@ -277,6 +277,15 @@ def test_every_loss_multiplies_by_the_weight_of_the_token() -> None:
         assert two.tolist() == pytest.approx([one[0].item(), 2 * one[1].item(), one[2].item()]), (
             name
         )
+
+
+def test_a_detached_factor_gives_no_gradient_of_its_own() -> None:
+    """Also where a loss hands over a factor that has one."""
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    x = tokens(logp, [-1.1, -2.3], [1.0, -1.0])
+    detached(x, (x.logp - x.behaviour_logp).exp() * x.advantage).sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(0.3)], rel=1e-5)
 
 
 def test_tokens_of_different_lengths_are_refused() -> None:

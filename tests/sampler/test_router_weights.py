@@ -205,6 +205,41 @@ def test_a_replica_that_comes_back_gets_the_newest_version_before_it_serves(fall
     asyncio.run(main())
 
 
+def test_a_replica_that_dies_while_it_catches_up_has_to_catch_up_again():
+    async def main():
+        policy, replicas = sinks(2)
+        loop = asyncio.get_running_loop()
+
+        class Fragile(Sink):
+            dies = 0
+
+            def publish(self, version: int) -> None:
+                super().publish(version)
+                if self.dies:
+                    self.dies -= 1
+                    asyncio.run_coroutine_threadsafe(self._die(), loop).result()
+
+            async def _die(self) -> None:
+                self.kill()
+                await until(lambda: router.stats().losses == 2 - self.dies)
+                self.revive()
+                self.version, self.word = 0, "w0"  # it starts with what it knows
+
+        fragile = replicas["r0"] = Fragile(policy, "r0")
+        router = Router(replicas, limits=replace(QUICK, publish_limit_s=20))
+        async with router:
+            fragile.kill()
+            await until(lambda: router.stats().losses == 1)
+            await publish(router, policy, 1)
+            fragile.dies = 1
+            fragile.revive()
+            await until(lambda: router.stats().healthy == 2)
+            assert (fragile.version, fragile.word, fragile.dies) == (1, "w1", 0)
+            assert router.stats().skew == 0 and router.stats().losses == 2
+
+    asyncio.run(main())
+
+
 def test_weights_that_have_moved_on_are_not_taken_for_those_that_were_published():
     """The policy was trained meanwhile: what a late replica would take is not version 1."""
 
@@ -457,6 +492,22 @@ def test_a_pause_reaches_every_replica_and_one_that_returns_is_paused_before_it_
             with pytest.raises(SamplerError, match="no replica did pause; r0: its thread is stuck"):
                 await router.pause()
             assert router.stats().healthy == 2
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_missed_a_pause_is_not_taken_back_for_new_weights_alone():
+    async def main():
+        policy, replicas = sinks(2)
+        async with Router(replicas, limits=QUICK) as router:
+            replicas["r0"].stuck = True
+            await router.pause()
+            assert await publish(router, policy, 1)
+            assert replicas["r0"].word == "w1" and router.stats().behind == 1
+            replicas["r0"].stuck = False
+            assert await publish(router, policy, 2)
+            await until(lambda: router.stats().behind == 0)
+            assert replicas["r0"].motions[-1] == "pause" and replicas["r0"].word == "w2"
 
     asyncio.run(main())
 

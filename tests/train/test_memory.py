@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.config import LoraConfig
+from treadle.config import CriticConfig, LoraConfig
 from treadle.models import tiny
 from treadle.models.load import load
 from treadle.models.policy import Policy
@@ -39,6 +39,8 @@ def estimate(
     micro_tokens: int = 4096,
     engine_kv_tokens: int = 64 * 96,
     reference: bool = False,
+    critic: CriticConfig | None = None,
+    step_tokens: int = 0,
 ) -> MemoryEstimate:
     return estimate_memory(
         shape,
@@ -47,6 +49,8 @@ def estimate(
         micro_tokens=micro_tokens,
         engine_kv_tokens=engine_kv_tokens,
         reference=reference,
+        critic=critic,
+        step_tokens=step_tokens,
     )
 
 
@@ -100,3 +104,17 @@ def test_a_publication_can_be_the_peak() -> None:
     parts = estimate(micro_tokens=16).parts
     assert parts["activations"] == 0
     assert parts["transient"] > 2 * 134_515_008
+
+
+def test_a_critic_by_hand() -> None:
+    """A head keeps hidden states of the step in bf16; a model has its adapter and compute copies;
+    in full fine-tuning masters, gradients and moments of everything too."""
+    head = estimate(critic=CriticConfig(), step_tokens=3000)
+    assert head.parts["critic"] == 16 * 577 + 2 * 3000 * 576
+    assert head.total - estimate().total == head.parts["critic"]
+    through = estimate(critic=CriticConfig(trunk_gradient=True), step_tokens=3000)
+    assert through.parts["critic"] == 16 * 577
+    model = estimate(critic=CriticConfig(kind="model"), step_tokens=3000)
+    assert model.parts["critic"] == 16 * (577 + 2_442_240) + 2 * 134_515_008
+    full = estimate(lora=None, critic=CriticConfig(kind="model"), step_tokens=3000)
+    assert full.parts["critic"] == 16 * (577 + 134_515_008) + 2 * 134_515_008

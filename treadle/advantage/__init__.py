@@ -19,6 +19,7 @@ from treadle.advantage.gae import gae
 from treadle.advantage.judged import GROUP_RELATIVE
 from treadle.advantage.parties import advantages, teaches
 from treadle.advantage.reinforce import baseline_metrics, running_baselines
+from treadle.advantage.teacher import distilled, teacher_metrics
 from treadle.advantage.tokens import Advantage, per_node
 from treadle.advantage.whiten import whiten
 
@@ -29,10 +30,12 @@ __all__ = [
     "Estimator",
     "advantages",
     "baseline_metrics",
+    "distilled",
     "gae",
     "group_stats",
     "per_node",
     "running_baselines",
+    "teacher_metrics",
     "teaches",
     "top_spread",
     "whiten",

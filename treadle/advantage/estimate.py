@@ -86,8 +86,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp_baseline": Estimator(
         of_batch=lambda groups, baseline, weights: reinforce_pp(groups, baseline=True)
     ),
+    "gae": Estimator(of_batch=_minus_nothing),
 }
-"""By the name that a config gives; those of GROUP_RELATIVE compare the rollouts of a group."""
+"""By the name that a config gives; those of GROUP_RELATIVE compare the rollouts of a group. `gae`
+gives the outcome as it is: values, and so advantages, are the trainer's to compute, as they are by
+the critic of that moment (train/critic.py)."""
 
 
 def of_party(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, setting
 
 EPSILON = 1e-6
 """Added to the mean, in reward units."""
@@ -32,7 +32,7 @@ def maxrl(rewards: Sequence[float]) -> list[float]:
         raise ConfigError(
             f"advantage `maxrl` divides by the mean reward of a group and needs rewards >= 0, "
             f"got {min(rewards):g}",
-            hint="pay 0 instead of a penalty, or --set learn.advantage=group_mean",
+            hint=f"pay 0 instead of a penalty, or {setting('learn.advantage=group_mean')}",
         )
     mean = math.fsum(rewards) / len(rewards)
     if mean <= 0:

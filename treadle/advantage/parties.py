@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from treadle.advantage.estimate import find, of_party
 from treadle.advantage.judged import comparable, judged, trained_parties
 from treadle.advantage.tokens import Advantage, map_tokens
-from treadle.errors import ConfigError, ContractError
+from treadle.errors import ConfigError, ContractError, setting
 from treadle.types import Group, Party, Trajectory
 
 NOT_POLICY = frozenset({Party.FROZEN, Party.ENVIRONMENT})
@@ -46,19 +46,20 @@ def advantages(
         token by node id, NaN where the token is not to be trained.
 
     Raises:
-        ConfigError: unknown estimator; no weights, or several trained parties, for `gdpo`; a
-            reward below 0 for `maxrl`.
+        ConfigError: unknown estimator; no weights for `gdpo`; several trained parties for `gdpo`
+            or `gae`; a reward below 0 for `maxrl`.
         ContractError: a reward is not finite or missing, a trajectory comes twice, or a group's
             advantages do not sum to 0 where the estimator promises it.
     """
     find(estimator)
     trained = {t.id: _parties(t) for group in groups for t in group.scored}
     parties = {party for of_one in trained.values() for party in of_one}
-    if estimator == "gdpo" and parties - {Party.POLICY}:
+    alone = {"gdpo": "reads the parts of one party's reward", "gae": "values one party's tokens"}
+    if estimator in alone and parties - {Party.POLICY}:
         raise ConfigError(
-            f"advantage `gdpo` reads the parts of one party's reward, but {len(parties)} parties "
+            f"advantage `{estimator}` {alone[estimator]}, but {len(parties)} parties "
             f"are trained: {', '.join(sorted(parties))}",
-            hint="--set learn.advantage=group_mean",
+            hint=setting("learn.advantage=group_mean"),
         )
     known = baseline if isinstance(baseline, Mapping) else {Party.POLICY: baseline or 0.0}
     found = {

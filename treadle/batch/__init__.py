@@ -5,12 +5,13 @@ MicroBatches.
 """
 
 from treadle.batch.pack import MicroBatch, pack
-from treadle.batch.rows import samples, spread
+from treadle.batch.rows import demonstrations, samples, spread
 from treadle.batch.weights import AGGREGATIONS, token_weights
 
 __all__ = [
     "AGGREGATIONS",
     "MicroBatch",
+    "demonstrations",
     "pack",
     "samples",
     "spread",

@@ -5,7 +5,8 @@ Guarantees:
 - a node that several branches share is trained in the first of them only; later branches carry its
   tokens as context (untrained, so NaN as logprob and advantage and -1 as version);
 - a token whose own advantage is NaN was taken out of the mask, and is context too;
-- a trajectory outside `Group.scored` gives no row, nor does a branch with nothing left to train.
+- a trajectory outside `Group.scored` gives no row, nor does a branch with nothing left to train;
+- of a demonstration the rows are made alike, without logprobs and versions, each with advantage 1.
 
 Takes: Groups and the advantage of each trajectory, one number or one per token of its nodes.
 Gives: Samples.
@@ -39,6 +40,16 @@ def samples(groups: Sequence[Group], advantages: Mapping[str, Advantage]) -> lis
             by_node = _by_node(trajectory, group.ordinal, advantages.get(trajectory.id, math.nan))
             out.extend(_rows(trajectory, group.ordinal, by_node))
     return out
+
+
+def demonstrations(groups: Sequence[Group]) -> list[Sample]:
+    """Rows of groups that were demonstrated (`Group.demonstrated`), in the same order."""
+    return [
+        row
+        for group in groups
+        for trajectory in group.trajectories
+        for row in _rows(trajectory, group.ordinal, _by_node(trajectory, group.ordinal, 1.0))
+    ]
 
 
 def spread(advantage: float, trained: Sequence[bool]) -> tuple[float, ...]:

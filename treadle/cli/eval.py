@@ -86,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
     from treadle.tasks import open_mix
 
     config = _config(args, targets.run_config_of(args.what))
+    judged = tuple(replace(t, ratio=t.ratio or 1.0) for t in config.tasks if not t.demonstrates)
+    if not judged:
+        raise ConfigError(
+            "there is nothing to ask: all task sets hold demonstrations",
+            hint="name task sets that can be graded: --tasks jsonl:PATH",
+        )
+    config = replace(config, tasks=judged)
     if args.compare is not None:
         targets.existing_run(args.compare)
     mix = open_mix(config.tasks, config.seed)

@@ -34,6 +34,7 @@ COMMANDS = {
     "train": "train a recipe",
     "eval": "evaluate a model or a run on held-out tasks",
     "report": "what a run did: before and after, curves, costs",
+    "drift": "what training did to the model: KL to its start, weights, other task sets",
     "sample": "talk to a model or to the result of a run",
     "export": "write a run's result as a PEFT adapter or a merged model",
     "runs": "list runs, see why one stopped, free disk space",

@@ -51,11 +51,13 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     algorithms = _algorithms(config)
     mix = api.open_tasks(config)
     loaded = api.load_model(config.model)
+    api.check_tokens(config, loaded)
     tools = load_tools(config.rollout.tools)
     renderer = api.renderer_of(loaded, tools=bool(config.rollout.tools))
     probe = machine.probe()
     dtype = probe.dtype if config.model.dtype == "auto" else config.model.dtype
     trained = trained_parameters(config, loaded)
+    valued = _critic_parameters(config, loaded)
     limit = loaded.shape.max_context
     tasks = [_taskset(config, mix, i, renderer, tools, limit) for i in range(len(config.tasks))]
     result = {
@@ -70,6 +72,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             "provenance": asdict(loaded.provenance),
             "shape": asdict(loaded.shape),
             "trained_parameters": trained,
+            "critic_parameters": valued,
             "stop_ids": loaded.stop_ids,
         },
         "tasks": tasks,
@@ -77,7 +80,7 @@ def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         "step": _step(config, tasks),
         "evaluation": _evaluation(config, tasks),
         "memory": _memory(config, loaded, dtype, tasks),
-        "disk": _disk(config, run_dir, trained, tasks),
+        "disk": _disk(config, run_dir, trained + valued, tasks),
         "template": _template(renderer),
         "run_dir": _run_dir(run_dir),
     }
@@ -95,6 +98,15 @@ def trained_parameters(config: RunConfig, loaded: LoadedModel) -> int:
     return config.model.lora.rank * sum(sum(w.shape) for w in weights)
 
 
+def _critic_parameters(config: RunConfig, loaded: LoadedModel) -> int:
+    """What the critic's optimiser owns; 0 without one."""
+    critic = config.learn.critic
+    if critic is None:
+        return 0
+    own = trained_parameters(config, loaded) if critic.kind == "model" else 0
+    return own + loaded.shape.hidden + 1
+
+
 # --------------------------------------------------------------------------- parts
 
 
@@ -105,19 +117,24 @@ def _taskset(
     from treadle.api import LOOKED_AT, training_tasks
     from treadle.evals.evaluate import questions
     from treadle.reward import require_gradable
+    from treadle.tasks import Demonstrations
 
     taskset, settings = mix.tasksets[index], config.tasks[index]
     train = taskset.size(mix.split)
-    looked_at = training_tasks(mix, taskset, LOOKED_AT)
+    looked_at = training_tasks(mix, taskset, LOOKED_AT) if settings.ratio > 0 else []
+    total = sum(t.ratio for t in config.tasks)
+    if isinstance(taskset, Demonstrations):
+        return _demonstrations(config, taskset, settings.ratio / total, looked_at, renderer, limit)
     asked = questions(taskset, config.eval) if config.eval.questions else ()
 
     def prompts(tasks: Sequence[Task]) -> list[int]:
         return [len(renderer.prompt(task.messages, tools.schemas)) for task in tasks[:PROMPTS]]
 
     lengths, asked_lengths = prompts(looked_at), prompts(asked)
-    total = sum(t.ratio for t in config.tasks)
+    seen = [*lengths, *asked_lengths] if settings.ratio == 0 else lengths
     return {
         "name": taskset.name,
+        "kind": "rollouts",
         "provenance": asdict(taskset.provenance),
         "share": settings.ratio / total,
         "minimum": settings.minimum,
@@ -130,13 +147,52 @@ def _taskset(
             mix.split: [require_gradable(settings, taskset, looked_at), len(looked_at)],
             config.eval.split: [require_gradable(settings, taskset, asked), len(asked)],
         },
-        "prompt_tokens_mean": fmean(lengths),
-        "prompt_tokens_max": max(lengths),
+        "prompt_tokens_mean": fmean(seen) if seen else 0.0,
+        "prompt_tokens_max": max(seen, default=0),
         "prompts_too_long": {
             # A prompt needs room for one token of an answer.
             split: [sum(n >= limit for n in found), len(found), max(found, default=0)]
             for split, found in ((mix.split, lengths), (config.eval.split, asked_lengths))
         },
+    }
+
+
+def _demonstrations(
+    config: RunConfig,
+    taskset: Any,
+    share: float,
+    tasks: Sequence[Task],
+    renderer: Renderer,
+    limit: int,
+) -> dict[str, Any]:
+    """A task set of demonstrations: how long they are, and which of them cannot be learnt."""
+    from treadle.rollout import demonstrate
+
+    groups = [
+        demonstrate(
+            task, i, taskset.demonstration(task), renderer=renderer, max_context=limit, version=0
+        )
+        for i, task in enumerate(tasks)
+    ]
+    errors = [t.error for g in groups for t in g.trajectories if t.error is not None]
+    tokens = [sum(len(n.ids) for n in t.nodes) for g in groups for t in g.trajectories if t.nodes]
+    learnt = [t.num_trained_tokens for g in groups for t in g.trajectories if t.nodes]
+    return {
+        "name": taskset.name,
+        "kind": "demonstrations",
+        "provenance": asdict(taskset.provenance),
+        "share": share,
+        "reward": "none: demonstrations",
+        "train_tasks": taskset.size("train"),
+        "duplicates": taskset.num_duplicates,
+        "held_out_questions": 0,
+        "held_out_split": config.eval.split,
+        "cannot_be_judged": {},
+        "prompt_tokens_mean": fmean(tokens) if tokens else 0.0,
+        "prompt_tokens_max": max(tokens, default=0),
+        "learnt_tokens_mean": fmean(learnt) if learnt else 0.0,
+        "prompts_too_long": {},
+        "cannot_be_learnt": [len(errors), len(groups), errors[0].message if errors else ""],
     }
 
 
@@ -155,7 +211,9 @@ def _algorithms(config: RunConfig) -> dict[str, dict[str, Any]]:
 def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What one optimiser step generates and trains, dropped groups not counted."""
     rollout = config.rollout
-    trajectories = rollout.group_size * rollout.groups_per_step
+    share = sum(t["share"] for t in tasks if t["kind"] == "rollouts")
+    made = round(share * rollout.group_size * rollout.groups_per_step)
+    trajectories = made + round((1 - share) * rollout.groups_per_step)
     prompt = sum(t["share"] * t["prompt_tokens_mean"] for t in tasks)
     sampled = rollout.max_new_tokens * (
         1 if rollout.harness == "single_turn" else rollout.max_turns
@@ -164,7 +222,8 @@ def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, An
         "steps": config.steps,
         "groups": rollout.groups_per_step,
         "trajectories": trajectories,
-        "sampled_tokens_max": trajectories * sampled,
+        "sampled_tokens_max": made * sampled,
+        "answer_tokens_max": sampled,
         "prompt_tokens": round(prompt * rollout.groups_per_step),
         "tokens_per_trajectory_max": round(prompt + sampled),
         "micro_tokens": config.learn.micro_tokens,
@@ -193,9 +252,7 @@ def _memory(
 
     step = _step(config, tasks)
     prompt = max(t["prompt_tokens_max"] for t in tasks)
-    answer = min(
-        step["sampled_tokens_max"] // step["trajectories"], loaded.shape.max_context - prompt
-    )
+    answer = min(step["answer_tokens_max"], loaded.shape.max_context - prompt)
     ahead = config.schedule.eta + 1
     rows, prompts = ahead * step["trajectories"], ahead * step["groups"]
     kv_tokens = rows * max(0, answer) + prompts * prompt
@@ -207,10 +264,15 @@ def _memory(
         micro_tokens=min(config.learn.micro_tokens, packed),
         engine_kv_tokens=kv_tokens,
         reference=config.learn.kl is not None,
+        critic=config.learn.critic,
+        step_tokens=step["sampled_tokens_max"],
     )
+    parts = dict(estimate.parts)
+    if config.learn.teacher is not None:  # taken to be as large as the model: masters and copies
+        parts["teacher"] = loaded.shape.parameters * (6 if dtype == "bfloat16" else 8)
     return {
-        "parts_bytes": estimate.parts,
-        "total_bytes": estimate.total,
+        "parts_bytes": parts,
+        "total_bytes": estimate.total + parts.get("teacher", 0),
         "available_bytes": machine.facts().memory_available_bytes,
         "kv_tokens": kv_tokens,
     }
@@ -266,6 +328,14 @@ def _cautions(config: RunConfig, result: Mapping[str, Any]) -> list[str]:
     out = []
     for taskset in result["tasks"]:
         wanted, found = config.eval.questions, taskset["held_out_questions"]
+        if taskset["kind"] == "demonstrations":
+            num, of, first = taskset["cannot_be_learnt"]
+            if num:
+                out.append(
+                    f"{taskset['name']}: {num} of {of} demonstrations looked at cannot be learnt "
+                    f"and will be dropped, the first: {first}"
+                )
+            continue
         if found < wanted:
             out.append(
                 f"{taskset['name']}: split `{config.eval.split}` has {found} distinct questions, "
@@ -327,23 +397,16 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         f"  model           {shape['family']}, {shape['parameters'] / 1e6:,.1f} M parameters, "
         f"{shape['layers']} layers x {shape['hidden']}, vocabulary {shape['vocab']:,}, "
         f"{model['provenance']['license']}",
-        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters",
+        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters"
+        + (f", and a critic of {n:,}" if (n := model["critic_parameters"]) else ""),
     ]
-    lines += [
-        f"  tasks           {t['name']}: {t['share']:.0%} of groups"
-        + (f", at least {t['minimum']} in a step" if t["minimum"] else "")
-        + (", by pass rate" if t["curriculum"] else "")
-        + f", reward {t['reward']}, "
-        f"prompts of about {t['prompt_tokens_mean']:.0f} tokens, "
-        f"{t['held_out_questions']} held-out questions ({t['held_out_split']})"
-        for t in result["tasks"]
-    ]
+    lines += [f"  tasks           {_tasks_line(t)}" for t in result["tasks"]]
     lines += [
         f"  algorithm       {name}: {_algorithm_line(found)}"
         for name, found in result["algorithms"].items()
     ]
     lines += [
-        f"  a step          {step['groups']} groups x {config.rollout.group_size}, up to "
+        f"  a step          {step['groups']} groups, {step['trajectories']} trajectories, up to "
         f"{step['sampled_tokens_max']:,} sampled tokens"
         + (
             f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
@@ -363,17 +426,32 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _tasks_line(t: Mapping[str, Any]) -> str:
+    if t["kind"] == "demonstrations":
+        return (
+            f"{t['name']}: {t['share']:.0%} of groups, {t['train_tasks']} demonstrations of about "
+            f"{t['prompt_tokens_mean']:.0f} tokens, {t['learnt_tokens_mean']:.0f} of them learnt"
+        )
+    share = f"{t['share']:.0%} of groups" if t["share"] else "evaluated only"
+    return (
+        f"{t['name']}: {share}, reward {t['reward']}, prompts of about "
+        f"{t['prompt_tokens_mean']:.0f} tokens, {t['held_out_questions']} held-out questions "
+        f"({t['held_out_split']})"
+    )
+
+
 def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
     def numbers(values: Mapping[str, Any]) -> str:
         return f" ({', '.join(f'{k} {v}' for k, v in values.items())})" if values else ""
 
-    correction = algorithm["correction"]
+    correction, advantage = algorithm["correction"], algorithm["advantage"] or "none"
     return (
-        f"{algorithm['name']} = advantage {algorithm['advantage']}, loss {algorithm['loss']}"
+        f"{algorithm['name']} = advantage {advantage}, loss {algorithm['loss']}"
         f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
         + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
         + (f", credit{numbers(algorithm['credit'])}" if "credit" in algorithm else "")
         + (f", correction{numbers(correction)}" if correction else "")
+        + (", plus the teacher's" if "teacher" in algorithm else "")
     )
 
 

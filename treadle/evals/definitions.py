@@ -38,6 +38,11 @@ CONTROLLER: dict[str, str] = {
     "passed at tasks.N.curriculum.retire or above",
     "advantage/{party}_baseline": "running mean reward of a trained party after the step, which "
     "the next step subtracts; stored where the estimator has one",
+    "teacher/kl_nats": "mean log mu - log pi_teacher of the trained tokens: an estimate of "
+    "KL(policy || teacher) at what the policy sampled, which may be negative; absent without a "
+    "teacher",
+    "teacher/logprob_nats": "mean log pi_teacher of the trained tokens",
+    "time/teacher_s": "wall clock of the teacher's scores, part of time/train_s",
 }
 """Of a step as a whole: what the controller adds to the METRICS of rollout and train."""
 
@@ -121,6 +126,12 @@ _FACTS: dict[str, tuple[str, str]] = {
     "kl/beta": ("1", "-"),
     "loss/kl": ("reward", "-"),
     "loss/entropy": ("reward", "-"),
+    "value/loss": ("reward^2", "down"),
+    "value/explained_variance": ("1", "up"),
+    "value/clipped_frac": ("share", "down"),
+    "value/grad_norm": ("1", "steady"),
+    "value/actor_frozen": ("0 or 1", "-"),
+    "time/critic_s": ("s", "down"),
     "mismatch/measured_frac": ("share", "1"),
     "mismatch/rho_mean": ("1", "1"),
     "mismatch/rho_min": ("1", "up"),
@@ -152,6 +163,9 @@ _FACTS: dict[str, tuple[str, str]] = {
     "advantage/empty_groups": ("groups", "0"),
     "advantage/zero_variance_groups": ("groups", "down"),
     "advantage/left_out_trajectories": ("trajectories", "0"),
+    "teacher/kl_nats": ("nats", "down"),
+    "teacher/logprob_nats": ("nats", "up"),
+    "time/teacher_s": ("s", "down"),
     _BASELINE: ("reward", "up"),
 }
 """Unit; good direction: up, down, the wanted value, or "-" where neither is better."""

@@ -108,11 +108,13 @@ def overlapping(texts: Iterable[str], trained: Store) -> list[str]:
 def taskset_names(config: Mapping[str, Any], rows: Sequence[EvalRow]) -> list[str]:
     """Task sets that a complete evaluation covers: the configured ones, where any of them was
     evaluated; else (task sets that Python code made) those that were."""
-    configured = names_of([TasksConfig(source=t["source"]) for t in config.get("tasks", ())])
+    tasks = [TasksConfig(source=t["source"]) for t in config.get("tasks", ())]
+    named = zip(names_of(tasks), tasks, strict=True)
+    configured = [name for name, t in named if not t.demonstrates]
     evaluated = list(dict.fromkeys(row.taskset for row in rows))
     if evaluated and not set(configured) & set(evaluated):
         return evaluated
-    return list(configured)
+    return configured
 
 
 def measure_of(row: EvalRow) -> Measure:

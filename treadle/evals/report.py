@@ -42,6 +42,8 @@ CURVES: dict[str, str] = {
     "strict": "reward/score_mean",
     "lenient": "reward/lenient_mean",
     "zero_variance_frac": "reward/zero_variance_frac",
+    "ce_nats": "loss/ce_nats",
+    "teacher_kl_nats": "teacher/kl_nats",
     "entropy_nats": "policy/entropy_nats",
     "sampled_tokens_mean": "rollout/sampled_tokens_mean",
     "truncated_frac": "rollout/truncated_frac",
@@ -89,6 +91,7 @@ def summarise(store: Store) -> dict[str, Any]:
         "tokens": {
             "sampled": sampled,
             "trained": int(sum(s.metrics.get("tokens/trained", 0.0) for s in steps)),
+            "demonstrated": int(sum(s.metrics.get("tokens/demonstrated", 0.0) for s in steps)),
             "eval_sampled": sum(r.num_sampled for row in store.evals() for r in row.results),
             "sampled_per_s": sampled / generating if sampled and generating else None,
         },
@@ -97,7 +100,8 @@ def summarise(store: Store) -> dict[str, Any]:
         "trajectories": {
             "total": len(trajectories),
             "by_status": dict(Counter(t.status for t in trajectories)),
-            "unscored": sum(t.reward is None for t in trajectories),
+            "demonstrated": sum(t.demonstrated for t in trajectories),
+            "unscored": sum(t.reward is None and not t.demonstrated for t in trajectories),
             "errors": dict(Counter(t.error.kind for t in trajectories if t.error is not None)),
         },
     }

@@ -26,6 +26,8 @@ _CURVES: tuple[tuple[str, str], ...] = (
     ("reward", "reward"),
     ("strict", "strict rate"),
     ("lenient", "lenient rate"),
+    ("ce_nats", "cross-entropy, nats"),
+    ("teacher_kl_nats", "KL to the teacher, nats"),
     ("entropy_nats", "entropy, nats"),
     ("sampled_tokens_mean", "tokens per answer"),
     ("grad_norm", "gradient norm"),
@@ -217,7 +219,8 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     rate = tokens["sampled_per_s"]
     out.append(
         f"tokens  {tokens['sampled']:,} sampled, {tokens['trained']:,} trained, "
-        f"{tokens['eval_sampled']:,} sampled for evaluations"
+        + (f"{tokens['demonstrated']:,} demonstrated, " if tokens["demonstrated"] else "")
+        + f"{tokens['eval_sampled']:,} sampled for evaluations"
         + (f"; {rate:,.0f} a second while generating" if rate else "")
     )
     dropped = "; ".join(f"{n} x {one_line(reason, 80)}" for reason, n in groups["reasons"].items())

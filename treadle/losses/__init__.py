@@ -18,6 +18,7 @@ from treadle.losses.prime_rl import prime_rl_loss
 from treadle.losses.reinforce import reinforce_loss
 from treadle.losses.sapo import sapo_loss
 from treadle.losses.sequence_mask import sequence_mask_loss
+from treadle.losses.value import value_loss
 
 __all__ = [
     "LOSSES",
@@ -27,6 +28,7 @@ __all__ = [
     "cispo_loss",
     "cross_entropy_loss",
     "ppo_clip_loss",
+    "value_loss",
 ]
 
 POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {

@@ -11,6 +11,7 @@ Takes: a model's name (see catalog). Gives: LoadedModel, float32, eval mode, no 
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def load(spec: str, *, max_context: int) -> LoadedModel:
         generation=generation,
         template_sha256=hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
     )
+
+
+def load_tokenizer(spec: str) -> Any:
+    """The tokenizer of a model alone. Raises ModelError as `load` does for it."""
+    return _tokenizer(catalog.resolve(spec))
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Of the meaning of every id: two tokenizers with one hash read and write the same tokens."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def _config(path: Path) -> tuple[Any, str]:

@@ -15,10 +15,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from treadle.errors import DataError, HarnessError, ModelError, TreadleError
-from treadle.render import thinking, tool_syntax
+from treadle.render import splice, thinking, tool_syntax
 from treadle.render.report import TemplateReport, examine
 from treadle.render.splice import Shape, Verdict, after_turn, judge, shape, stand_ins
 from treadle.render.template import PROBE_CALL, Template, ToolSpec
+from treadle.render.thinking import split_message
 from treadle.types import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -97,6 +98,43 @@ class Renderer:
         before = stand_ins(past[:-1])
         tail = self.template.encode_after(after_turn(self.template, before, new_messages, tools))
         return (*ids, *tail[self._emitted(ids, tail) :])
+
+    def turn(
+        self, history: Sequence[Message], message: Message, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[int, ...]:
+        """Ids of an assistant turn that nobody sampled, up to and with the id that stops it.
+
+        They continue `prompt(history)`, and are what the template prints there, but for an empty
+        block of thoughts that no model writes. Of the end of the turn only what a model emits is
+        among them.
+
+        Raises:
+            DataError: the template refuses the messages, prints the turn otherwise than as a
+                continuation of its prompt, or loses a part of it.
+        """
+        template = self.template
+        if not self.stops_at_turn_end:
+            raise DataError(
+                f"the template ends a turn with {template.decode(self.turn_end)!r}, not with a "
+                "stop id: a demonstrated turn would never stop"
+            )
+        prompt = template.text(history, tools, generation=True)
+        whole = template.text([*history, message], tools, generation=False)
+        past = stand_ins([shape(m) for m in history])
+        end = after_turn(template, past, (), tools, generation=False)
+        if not whole.startswith(prompt) or not whole.endswith(end):
+            at = splice.readable_difference(
+                template, template.encode(prompt), template.encode(whole)
+            )
+            raise DataError(
+                f"the chat template does not print this turn as a continuation of its prompt: {at}",
+                hint="it was made for another form of turn, e.g. one that thinks first",
+            )
+        written = whole[len(prompt) : len(whole) - len(end)]
+        if not split_message(message)[0]:
+            written = splice.EMPTY_THOUGHT.sub("", written)
+        stop = next(n for n, i in enumerate(self.turn_end) if i in self.stop_ids)
+        return (*template.encode_after(written), *self.turn_end[: stop + 1])
 
     def parse(self, ids: Sequence[int], *, tools: bool = True, first_call: int = 0) -> Message:
         """The assistant message that sampled ids say.

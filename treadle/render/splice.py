@@ -23,7 +23,7 @@ from treadle.types import Message, ToolCall
 _STAND_IN = "stand-in reply 58301"
 """Content of the placeholder turn; what the template prints after it is what is wanted."""
 
-_EMPTY_THOUGHT = re.compile(rf"^\s*{OPEN}\s*{CLOSE}\s*")
+EMPTY_THOUGHT = re.compile(rf"^\s*{OPEN}\s*{CLOSE}\s*")
 
 Shape = tuple[str, bool, bool, int]
 """Role, has content, has reasoning, number of tool calls."""
@@ -147,7 +147,7 @@ def judge(
     if turn.reasoning or turn.tool_calls:  # as the template prints it while it is the last turn
         fresh = alone[len(prompt) :].removesuffix(end) if alone.startswith(prompt) else ""
         if not turn.reasoning:  # some templates print an empty block that no model writes
-            fresh = _EMPTY_THOUGHT.sub("", fresh)
+            fresh = EMPTY_THOUGHT.sub("", fresh)
         written = fresh if fresh and turn.reasoning in fresh else turn.reasoning + turn.content
     if printed.strip() != written.strip():
         spliced = f"{prompt}{written}{tail}"

@@ -1,5 +1,6 @@
 """Everything that makes one trajectory, and groups of them; knows no training."""
 
+from treadle.rollout.demonstrate import demonstrate
 from treadle.rollout.group import run_group
 from treadle.rollout.metrics import METRICS, alarms, group_metrics
 from treadle.rollout.run import Grade, run_trajectory
@@ -9,6 +10,7 @@ __all__ = [
     "METRICS",
     "Grade",
     "alarms",
+    "demonstrate",
     "derive",
     "group_metrics",
     "run_group",

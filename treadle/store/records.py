@@ -151,6 +151,11 @@ class TrajectoryRow:
     advantage: float | None
 
     @property
+    def demonstrated(self) -> bool:
+        """Nothing was sampled, and there are tokens to learn."""
+        return self.num_trained > 0 and self.num_sampled == 0
+
+    @property
     def scored(self) -> bool:
         """It is in its `Group.scored`."""
         judged = self.status in (Status.FINISHED, Status.TRUNCATED)

@@ -18,15 +18,14 @@ Takes: a path. Gives: Taskset.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treadle.errors import DataError, RewardError, TaskError, did_you_mean
+from treadle.tasks.lines import Lines, parse_object
 from treadle.tasks.options import check_options
 from treadle.tasks.permutation import permute
 from treadle.tasks.text import (
@@ -41,6 +40,8 @@ from treadle.tasks.text import (
 from treadle.types import Message, Provenance, Task
 
 ROLES = ("system", "user", "assistant", "tool")
+
+_EXAMPLE = '{"prompt": "7 + 5 =", "answer": "12"}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,15 +87,14 @@ class Jsonl:
         self.conflicts: list[tuple[int, int]] = []
         """Lines (first, later) of equal text with different answers; the first counts."""
         self._splits: dict[str, list[_Row]] = {split: [] for split in SPLITS}
-        self._sha256 = ""
-        self._stamp = (0, 0)
+        self._lines = Lines(self.path)
         if not for_grading:
             self._read()
 
     @property
     def provenance(self) -> Provenance:
         return Provenance(
-            source=f"file {self.path.name}", license=self.options.license, sha256=self._sha256
+            source=f"file {self.path.name}", license=self.options.license, sha256=self._lines.sha256
         )
 
     def size(self, split: str) -> int:
@@ -110,14 +110,7 @@ class Jsonl:
                 )
             raise IndexError(f"split `{split}` of {self.name} has {len(rows)} tasks, not {index}")
         row = rows[permute(index, len(rows), "jsonl", self._seed, split)]
-        stat = self.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != self._stamp:
-            raise TaskError(
-                f"{self.path} changed since it was opened", hint="start again to read the new file"
-            )
-        with self.path.open("rb") as file:
-            file.seek(row.offset)
-            fields = _parse(file.readline(), f"{self.path}:{row.line}")
+        fields = _parse(self._lines.at(row.offset), f"{self.path}:{row.line}")
         return self._task(fields, row.split)
 
     def grade(self, task: Task, answer: str) -> Mapping[str, float]:
@@ -150,7 +143,7 @@ class Jsonl:
         splits: dict[bytes, tuple[str, int]] = {}
         kept: list[tuple[int, int, bytes]] = []
         ids: dict[str, int] = {}
-        for offset, line, raw in self._lines():
+        for offset, line, raw in self._lines.rows():
             where = f"{self.path}:{line}"
             fields = _parse(raw, where)
             text = _text(fields)
@@ -203,27 +196,6 @@ class Jsonl:
             )
         splits.setdefault(loose, (split, line))
 
-    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """(offset, line number from 1, bytes) of every line that is not blank."""
-        seen = hashlib.sha256()
-        offset = 0
-        try:
-            stat = self.path.stat()
-            with self.path.open("rb") as file:
-                for number, raw in enumerate(file, start=1):
-                    seen.update(raw)
-                    if raw.strip():
-                        yield offset, number, raw
-                    offset += len(raw)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise DataError(
-                f"{self.path} cannot be read: {reason}",
-                hint=f"the path is relative to {Path.cwd()}" if not self.path.is_absolute() else "",
-            ) from None
-        self._sha256 = seen.hexdigest()
-        self._stamp = (stat.st_size, stat.st_mtime_ns)
-
     def _task(self, fields: dict[str, Any], split: str) -> Task:
         messages = tuple(_messages(fields))
         if self._system:
@@ -247,32 +219,7 @@ class Jsonl:
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     """One row, checked. Raises DataError that starts with `where`."""
-    try:
-        fields = json.loads(
-            raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite
-        )
-        half = _half_a_pair(raw, fields)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8: byte {error.start} is {raw[error.start]:#x}"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: not JSON: {error.msg} at column {error.colno}: {_excerpt(raw)}",
-            hint="one complete JSON object per line",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}: {_excerpt(raw)}") from None
-    if half:
-        raise DataError(
-            f"{where}: {half} is half of a surrogate pair, which is no text: {_excerpt(raw)}",
-            hint="was a text cut in the middle of a character? Write it anew, or drop the row",
-        )
-    if not isinstance(fields, dict):
-        raise DataError(
-            f"{where}: a row must be an object, got {type(fields).__name__}: {_excerpt(raw)}",
-            hint='e.g. {"prompt": "7 + 5 =", "answer": "12"}',
-        )
+    fields = parse_object(raw, where, _EXAMPLE)
     if ("prompt" in fields) == ("messages" in fields):
         problem = "both `prompt` and `messages`" if "prompt" in fields else "no prompt"
         keys = ", ".join(f"`{k}`" for k in fields) or "none"
@@ -339,31 +286,3 @@ def _text(fields: dict[str, Any]) -> str:
     if len(fields["messages"]) == 1 and fields["messages"][0]["role"] == "user":
         return fields["messages"][0]["content"].strip()
     return "\n".join(f"{m['role']}: {m['content']}" for m in fields["messages"]).strip()
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is beyond the largest number that can be held")
-    return value
-
-
-def _half_a_pair(raw: bytes, fields: Any) -> str:
-    """The first lone surrogate anywhere in a row, as its escape; empty when there is none."""
-    # The bytes are UTF-8, so that only an escape can make one.
-    if b"\\ud" not in raw.lower():
-        return ""
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(error.object[error.start]):04x}"
-    return ""
-
-
-def _excerpt(raw: bytes) -> str:
-    text = raw.decode("utf-8", "replace").strip()
-    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -59,7 +59,10 @@ class Mix:
         seed: int = 0,
         split: str = "train",
     ) -> None:
-        """Raises ConfigError: no task set, one name twice, or a ratio that is not positive."""
+        """A task set of ratio 0 is in `tasksets` and never drawn.
+
+        Raises ConfigError: no task set, one name twice, a ratio below 0, or all of them 0.
+        """
         self.tasksets = tuple(tasksets)
         self.split = split
         self._seed = seed
@@ -69,9 +72,15 @@ class Mix:
             raise ConfigError(f"a mix needs task sets, each with a ratio; got {names} and {ratios}")
         if len(set(names)) != len(names):
             raise ConfigError(f"two task sets of a mix have the same name: {names}")
-        self._weights = weights(ratios)
+        self._drawn = [i for i, ratio in enumerate(ratios) if ratio != 0]
+        if not self._drawn:
+            raise ConfigError(
+                f"every task set of the mix has ratio 0: {', '.join(names)}; nothing is trained on",
+                hint="give one a ratio above 0",
+            )
+        self._weights = weights([ratios[i] for i in self._drawn])
         self._order: list[tuple[int, int]] = []
-        self._counts = [0] * len(names)
+        self._counts = [0] * len(self._drawn)
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Taskset:
@@ -87,12 +96,12 @@ class Mix:
             # After sum(weights) draws every count is exact and the pattern starts again.
             period = sum(self._weights)
             while len(self._order) <= min(ordinal, period - 1):
-                source = choose(self._weights, self._counts)
-                self._order.append((source, self._counts[source]))
-                self._counts[source] += 1
+                place = choose(self._weights, self._counts)
+                self._order.append((place, self._counts[place]))
+                self._counts[place] += 1
             rounds, rest = divmod(ordinal, period)
-            source, visit = self._order[rest]
-        return source, visit + rounds * self._weights[source]
+            place, visit = self._order[rest]
+        return self._drawn[place], visit + rounds * self._weights[place]
 
     def locate(self, ordinal: int) -> Slot:
         """Where the task of `ordinal` comes from."""

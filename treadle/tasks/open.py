@@ -1,4 +1,4 @@
-"""From a config to a task set: "jsonl:PATH" and "reasoning_gym:FAMILY".
+"""From a config to a task set: "jsonl:PATH", "reasoning_gym:FAMILY", "chat:PATH", "rollouts:RUN".
 
 Takes: TasksConfig. Gives: Taskset. Raises: ConfigError, DataError.
 """
@@ -9,11 +9,13 @@ import contextlib
 
 from treadle.config import TasksConfig
 from treadle.errors import ConfigError, DataError, did_you_mean
+from treadle.tasks.chat import Chat
 from treadle.tasks.jsonl import Jsonl
 from treadle.tasks.reasoning_gym import ReasoningGym
+from treadle.tasks.rollouts import Rollouts
 from treadle.types import Task, Taskset
 
-SOURCES = ("jsonl", "reasoning_gym")
+SOURCES = ("jsonl", "reasoning_gym", "chat", "rollouts")
 
 
 def open_taskset(
@@ -35,8 +37,16 @@ def open_taskset(
     kind, colon, rest = cfg.source.partition(":")
     if kind not in SOURCES or not colon or not rest:
         raise ConfigError(_what_is_wrong(cfg.source), hint=_hint(cfg.source, kind))
-    if kind == "jsonl":
-        return Jsonl(
+    if kind == "rollouts":
+        if cfg.system:
+            raise ConfigError(
+                f"`tasks.system` is set, but {cfg.source} holds rollouts, which are learnt as they "
+                "were sampled",
+                hint="leave it out; learn.teacher.system shows a message to a teacher alone",
+            )
+        return Rollouts(rest, options=cfg.options, seed=seed, name=name, for_grading=for_grading)
+    if kind in ("jsonl", "chat"):
+        return (Jsonl if kind == "jsonl" else Chat)(
             rest,
             options=cfg.options,
             system=cfg.system,
@@ -73,7 +83,10 @@ def _what_is_wrong(source: str) -> str:
 
 
 def _hint(source: str, kind: str) -> str:
-    forms = "write `jsonl:PATH` or `reasoning_gym:FAMILY`"
+    forms = (
+        "write `jsonl:PATH` or `reasoning_gym:FAMILY`; demonstrations are `chat:PATH` or "
+        "`rollouts:RUN_DIR`"
+    )
     if source.endswith((".jsonl", ".json")):
         return f"write `jsonl:{source}`"
     return f"{did_you_mean(kind, SOURCES)} {forms}" if kind else forms

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from treadle.config import LoraConfig
+from treadle.config import CriticConfig, LoraConfig
 from treadle.machine.heap import SLACK_BYTES
 from treadle.types import ModelShape
 
@@ -34,8 +34,9 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 class MemoryEstimate:
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes by part, all alive at the peak: `runtime`, `masters` (float32 weights), `compute`
-    (merged weights that the trainer uses), `reference` (frozen weights of a KL term), `engine` (the
-    sampler's own copy), `optimizer` (adapters, gradients and moments), `kv_cache`, `activations`,
+    (merged weights that the trainer uses), `reference` (frozen weights of a KL term), `critic` (its
+    weights, gradients, moments and kept hidden states), `engine` (the sampler's own copy),
+    `optimizer` (adapters, gradients and moments), `kv_cache`, `activations`,
     `transient`, and `heap` (free memory that malloc keeps, see machine/heap.py)."""
 
     @property
@@ -51,6 +52,8 @@ def estimate_memory(
     micro_tokens: int,
     engine_kv_tokens: int,
     reference: bool = False,
+    critic: CriticConfig | None = None,
+    step_tokens: int = 0,
 ) -> MemoryEstimate:
     """Bytes at the peak: in a backward pass, or in a publication, whichever is larger.
 
@@ -60,6 +63,9 @@ def estimate_memory(
         micro_tokens: packed tokens of one forward and backward; a longer single row exceeds it.
         reference: a KL term needs the policy of the start: a copy of all weights in full
             fine-tuning, nothing with LoRA, whose base it is.
+        critic: a model of its own needs compute copies, and masters in full fine-tuning; its
+            passes are not those of the policy, so they share `activations`.
+        step_tokens: trained tokens of a step, whose hidden states a critic's head keeps.
         engine_kv_tokens: positions whose keys and values the engine holds at once, e.g. live rows
             times their length plus one prompt per group.
 
@@ -96,6 +102,7 @@ def estimate_memory(
             "masters": 4 * shape.parameters,
             "compute": size * copied,
             "reference": size * shape.parameters if reference and lora is None else 0,
+            "critic": _critic(shape, lora, critic, size, copied, step_tokens),
             "engine": size * (in_linears + min(others, shape.vocab * shape.hidden)),
             "optimizer": optimizer,
             "kv_cache": 2 * shape.layers * keys * size * engine_kv_tokens,
@@ -104,6 +111,31 @@ def estimate_memory(
             "heap": SLACK_BYTES,
         }
     )
+
+
+def critic_parameters(shape: ModelShape, lora: LoraConfig | None, critic: CriticConfig) -> int:
+    """What the critic's optimiser owns: its layer and, in a model of its own, what is trained."""
+    trunk = 0
+    if critic.kind == "model":
+        trunk = shape.parameters if lora is None else lora_parameters(shape, lora.rank)
+    return trunk + shape.hidden + 1
+
+
+def _critic(
+    shape: ModelShape,
+    lora: LoraConfig | None,
+    critic: CriticConfig | None,
+    size: int,
+    copied: int,
+    step_tokens: int,
+) -> int:
+    if critic is None:
+        return 0
+    # float32 master, gradient and two moments of each parameter.
+    state = 16 * critic_parameters(shape, lora, critic)
+    if critic.kind == "model":
+        return state + size * copied
+    return state + (0 if critic.trunk_gradient else size * step_tokens * shape.hidden)
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
 from treadle.schedule.lag import token_lags
+from treadle.train.critic import METRICS as CRITIC
 from treadle.train.entropy import METRICS as ENTROPY
 from treadle.train.kl import METRICS as KL
 from treadle.train.mismatch import METRICS as MISMATCH
@@ -64,6 +65,8 @@ METRICS: dict[str, str] = {
     **KL,
     **TERMS,
     **MISMATCH,
+    **CRITIC,
+    "time/critic_s": "wall clock of the critic: values, advantages and its updates",
     "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
     "dropped tokens as 0, over tokens whose algorithm has one",
     "correction/ess_frac": "effective sample size (sum w)^2 / (n sum w^2) of these factors, in "
@@ -75,8 +78,9 @@ METRICS: dict[str, str] = {
     "correction/rejected_rows_frac": "share of the step's rows that left it",
     "correction/rejected_tokens": "trained tokens of these rows",
 }
-"""What docs/metrics.md prints. Absent from a step: demonstrations, corrections, controllers and KL
-terms it does not have, factors that were not measured, parity of a step that was not guarded."""
+"""What docs/metrics.md prints. Absent from a step: demonstrations, corrections, controllers, KL
+terms and critics it does not have, gradients of a step in which a critic learnt alone, factors
+that were not measured, parity of a step that was not guarded."""
 
 
 class Sums:
@@ -98,7 +102,7 @@ class Sums:
 
 
 def step_metrics(
-    scored: Sequence[Scored], sums: Sums, version: int, update: Update
+    scored: Sequence[Scored], sums: Sums, version: int, update: Update | None
 ) -> dict[str, float]:
     """Divide the sums of a step once, and add what is not a sum.
 
@@ -106,23 +110,25 @@ def step_metrics(
         scored: every micro-batch of the step.
         sums: of the loss's statistics, entropies and times.
         version: of the weights before the update.
-        update: what the optimiser did.
+        update: what the optimiser did; None = it was not asked.
     """
     micros = [micro for micro, _ in scored]
     metrics = {
         "loss/total": sums["loss"],
-        "grad/norm": update.grad_norm,
-        "optim/lr": update.lr,
         "policy/entropy_nats": sums["entropy"] / sum(micro.num_trained for micro in micros),
         "tokens/trained": sums["num_tokens"],
         "tokens/packed": float(sum(m.num_tokens for m in micros)),
         "batch/micro_batches": float(len(micros)),
-        "step/skipped_nonfinite": float(not update.applied),
+        "step/skipped_nonfinite": float(update is not None and not update.applied),
         "time/pack_s": sums["time/pack_s"],
         "time/forward_s": sums["time/forward_s"],
         "time/backward_s": sums["time/backward_s"],
         "time/optimizer_s": sums["time/optimizer_s"],
     }
+    if update is not None:
+        metrics |= {"grad/norm": update.grad_norm, "optim/lr": update.lr}
+    if sums["time/critic_s"]:
+        metrics["time/critic_s"] = sums["time/critic_s"]
     if sums["num_tokens"]:
         metrics |= _of_rollouts(scored, sums, version) | mismatch_metrics(scored, version)
     if sums["ce_tokens"]:

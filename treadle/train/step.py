@@ -1,6 +1,7 @@
 """One optimiser step: samples in, moved weights and metrics out. Knows no sampling.
 
-    reject -> weigh -> pack -> micro-batches: forward, loss, backward -> clip -> AdamW -> refresh
+    reject -> value -> weigh -> pack -> micro-batches: forward, loss, backward -> clip -> AdamW
+                 `- critic's own updates (PPO)
 
 Guarantees:
 - the weight of every token is decided over the whole step before anything is packed, so loss and
@@ -12,7 +13,9 @@ Guarantees:
 - a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
   reason, weights and moments untouched; several non-finite steps in a row end the run;
 - random operations of the forward are a function of (seed, step);
-- controllers (entropy, KL) move once per applied step, and are part of the state.
+- controllers (entropy, KL) move once per applied step, and are part of the state;
+- with a critic the samples bring outcomes, and every call makes their advantages anew; while it
+  warms up, and where all advantages are 0, it learns alone.
 
 Takes: Samples. Gives: a moved policy and StepResult.
 """
@@ -28,11 +31,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from treadle.algorithms import Algorithm, resolve
+from treadle.algorithms import Algorithm, check_critic, resolve
 from treadle.batch import MicroBatch, pack
 from treadle.config import LearnConfig
-from treadle.errors import ContractError
+from treadle.errors import ContractError, WeightsError
+from treadle.models.value import Trunk
 from treadle.schedule.lag import token_lags
+from treadle.train.critic import Critic
 from treadle.train.forward import TrainablePolicy, forward
 from treadle.train.metrics import Scored, Sums, step_metrics
 from treadle.train.objective import Objective
@@ -80,22 +85,28 @@ class Trainer:
         learn: LearnConfig,
         seed: int = 0,
         algorithms: Mapping[str, Algorithm] | None = None,
+        value_trunk: Trunk | None = None,
     ) -> None:
         """
         Args:
             algorithms: by task set, "" for all others; None = what `learn` names, for all.
+            value_trunk: the model of its own that a critic of kind "model" is.
 
         Raises:
-            ConfigError: `learn` names something unknown, or an entropy method that the loss cannot
-                serve.
+            ConfigError: `learn` names something unknown, an entropy method that the loss cannot
+                serve, or a critic without `gae`, or the reverse.
         """
         self.policy = policy
         self.learn = learn
         self.seed = seed
         self.optimiser = Optimiser(policy.parameters(), learn)
         algorithms = algorithms or {"": resolve(learn)}
+        check_critic(learn, algorithms)
         self.objective = Objective(algorithms)
         self.regulariser = Regulariser(policy, learn, seed=seed, algorithm=algorithms[""])
+        self.critic = None
+        if learn.critic is not None:
+            self.critic = Critic(learn.critic, learn, policy, value_trunk)
 
     def algorithm_of(self, taskset: str) -> Algorithm:
         """What trains the rows of a task set."""
@@ -128,8 +139,7 @@ class Trainer:
             return StepResult(skipped=True, reason=NO_SAMPLES)
         sums = Sums()
         micros = self._pack(samples, sums)
-        idle = not any(micro.advantage.any() for micro in micros)
-        if idle and not self.regulariser.moves_without_advantage(step):
+        if not self._moves(micros, step) and self.critic is None:
             return StepResult(skipped=True, reason=NO_ADVANTAGE)
         self._check(micros, samples)
         token_lags((int(v) for m in micros for v in m.version), training_version=version)
@@ -146,6 +156,17 @@ class Trainer:
                 if not samples:
                     return StepResult(skipped=True, reason=ALL_REJECTED, parity=agreement)
                 micros = self._pack(samples, sums)
+            frozen, of_values = False, dict[str, float]()
+            if self.critic is not None:
+                waits = self.critic.warming_up
+                samples, of_values = self._value(self.critic, samples, step, sums)
+                micros = self._pack(samples, sums)
+                moves = self._moves(micros, step)
+                if not of_values and not moves:
+                    return StepResult(skipped=True, reason=NO_ADVANTAGE, parity=agreement)
+                if of_values:
+                    frozen = waits or not moves
+                    of_values["value/actor_frozen"] = float(frozen)
             started = time.perf_counter()
             keys = [self._keys(micro, samples) for micro in micros]
             self.objective.shift_clip_high(self.regulariser.clip_shift(step))
@@ -154,16 +175,21 @@ class Trainer:
             )
             sums.add({"time/forward_s": time.perf_counter() - started})
             scored = [
-                (micro, self._accumulate(i, micro, keys[i], terms, sums))
+                (micro, self._accumulate(i, micro, keys[i], terms, sums, learns=not frozen))
                 for i, micro in enumerate(micros)
             ]
         if guard and agreement is None:
             agreement = self._guard(scored, samples, version)
 
         started = time.perf_counter()
-        update = self.optimiser.apply(sums["loss"], where=f"step {step}")
-        if update.applied:
-            self.policy.refresh()
+        update = None
+        if frozen:
+            self.optimiser.clear()  # of what a critic's gradient left
+        else:
+            update = self.optimiser.apply(sums["loss"], where=f"step {step}")
+            if update.applied:
+                self.policy.refresh()
+        applied = update is not None and update.applied
         sums.add({"time/optimizer_s": time.perf_counter() - started})
         metrics = step_metrics(scored, sums, version, update) | {
             "optim/updates": float(self.optimiser.updates),
@@ -171,28 +197,39 @@ class Trainer:
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
         regular, alarms = self.regulariser.end(
-            step, terms, sums.__getitem__, num_rows=len(samples), applied=update.applied
+            step, terms, sums.__getitem__, num_rows=len(samples), applied=applied
         )
-        metrics |= regular
+        metrics |= regular | of_values
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
             metrics["parity/max_abs_nats"] = agreement.max_abs
+        done = applied or frozen
         return StepResult(
             metrics=metrics,
-            skipped=not update.applied,
-            reason="" if update.applied else NOT_FINITE,
+            skipped=not done,
+            reason="" if done else NOT_FINITE,
             parity=agreement,
             alarms=alarms,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of moments and counters, and the controllers that there are: {"tensors": {...},
-        "counters": {...}, "entropy": {...}, "kl": {...}}."""
-        return self.optimiser.state_dict() | self.regulariser.state_dict()
+        """Copies of moments and counters, and the controllers and the critic that there are:
+        {"tensors": {...}, "counters": {...}, "entropy": {...}, "kl": {...}, "critic": {...}}."""
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        return self.optimiser.state_dict() | self.regulariser.state_dict() | critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises WeightsError: the state belongs to another policy, or to other controllers."""
+        """Raises WeightsError: the state belongs to another policy, to other controllers, or to
+        another critic."""
+        if (self.critic is None) != ("critic" not in state):
+            raise WeightsError(
+                f"the checkpoint has {'a' if 'critic' in state else 'no'} critic, the run has "
+                f"{'none' if self.critic is None else 'one'}",
+                hint="resume with the learn.critic of the run that saved it",
+            )
         self.regulariser.load_state_dict(state)
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
         self.optimiser.load_state_dict(state)
 
     def _pack(self, samples: Sequence[Sample], sums: Sums) -> list[MicroBatch]:
@@ -201,6 +238,22 @@ class Trainer:
         micros = pack(samples, micro_tokens=self.learn.micro_tokens, weights=weights)
         sums.add({"time/pack_s": time.perf_counter() - started})
         return micros
+
+    def _moves(self, micros: Sequence[MicroBatch], step: int) -> bool:
+        """There is something for the policy to learn."""
+        taught = any(micro.advantage.any() for micro in micros)
+        return taught or self.regulariser.moves_without_advantage(step)
+
+    def _value(
+        self, critic: Critic, samples: Sequence[Sample], step: int, sums: Sums
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Advantages in place of the outcomes, and the critic's own updates with its metrics."""
+        started = time.perf_counter()
+        judged = [self.algorithm_of(s.taskset).advantage == "gae" for s in samples]
+        valued = critic.value(samples, judged, self.objective.weights(samples))
+        metrics = critic.update(valued, step=step)
+        sums.add({"time/critic_s": time.perf_counter() - started})
+        return valued.samples, metrics
 
     def _keys(self, micro: MicroBatch, samples: Sequence[Sample]) -> list[str]:
         """The algorithm of each row of the micro-batch, in order of `sequence`."""
@@ -233,15 +286,25 @@ class Trainer:
         return scored, gone
 
     def _accumulate(
-        self, i: int, micro: MicroBatch, keys: Sequence[str], terms: Terms, sums: Sums
+        self,
+        i: int,
+        micro: MicroBatch,
+        keys: Sequence[str],
+        terms: Terms,
+        sums: Sums,
+        *,
+        learns: bool,
     ) -> NDArray[np.float32]:
-        """Forward and backward of micro-batch i; its log-probabilities [n], detached."""
+        """Forward of micro-batch i, and backward if it learns; its log-probabilities [n],
+        detached."""
         started = time.perf_counter()
-        out = forward(self.policy, micro, entropy_gradient=terms.entropy_gradient)
-        middle = time.perf_counter()
-        result = self.objective.loss(replace(out, advantage=terms.advantages(i, out)), keys)
-        penalty, described = terms.penalty(i, out)
-        (result.loss if penalty is None else result.loss + penalty).backward()
+        with torch.set_grad_enabled(learns):
+            out = forward(self.policy, micro, entropy_gradient=terms.entropy_gradient)
+            middle = time.perf_counter()
+            result = self.objective.loss(replace(out, advantage=terms.advantages(i, out)), keys)
+            penalty, described = terms.penalty(i, out)
+            if learns:
+                (result.loss if penalty is None else result.loss + penalty).backward()
         values = result.stats | described
         values |= {"loss": result.loss.detach(), "entropy": out.entropy.detach().sum()}
         # One transfer for all of them: on a GPU each would wait for the device.

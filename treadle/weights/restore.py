@@ -139,9 +139,16 @@ def check_base(policy: Policy, recorded: Provenance | None) -> None:
 
 
 def open_policy(
-    run_dir: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    run_dir: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    max_context: int | None = None,
 ) -> RunPolicy:
     """The policy of a run at its newest complete checkpoint; works while the run goes on.
+
+    Args:
+        max_context: tokens per sequence that are wanted; None = as in the run.
 
     Raises StoreError: no run. ModelError: its base model is not here. WeightsError: no
     checkpoint, or it does not fit.
@@ -156,7 +163,7 @@ def open_policy(
             f"{run_dir} has no complete checkpoint yet{why}",
             hint="the first is saved after store.checkpoint_every steps and at the end",
         )
-    base = load(config.model.name, max_context=config.model.max_context)
+    base = load(config.model.name, max_context=max_context or config.model.max_context)
     policy = Policy(base, lora=config.model.lora, dtype=dtype, device=device, seed=config.seed)
     check_base(policy, info.provenance.get("model"))
     restore_policy(policy, found.state["policy"])

@@ -248,7 +248,7 @@ def test_a_state_of_another_method_is_refused() -> None:
         (["target=[[5, 0.1], [5, 0.2]]"], "steps >= 0 that rise"),
         (["target=first"], "`learn.entropy.target` must be one of `initial`"),
         (["target=-1"], ">= 0 nats"),
-        (["metod=mai"], "unknown config key"),
+        (["methodx=mai"], "unknown config key"),
     ],
 )
 def test_options_that_are_unknown_or_contradict_are_errors(

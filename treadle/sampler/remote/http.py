@@ -150,10 +150,10 @@ class Http:
             self._loop = loop
             started.set_result(None)
             loop.run_forever()
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            while tasks := asyncio.all_tasks(loop):  # what is cancelled may start its clean-up
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(client.close())
         except BaseException as error:
             if not started.done():

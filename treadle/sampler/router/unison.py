@@ -170,13 +170,14 @@ class Unison:
         told = Counter(said_ for said_ in took.values() if said_)
         self.version, self._print = version, told.most_common(1)[0][0] if told else ""
         for handle in self._handles:
-            if handle in took and took[handle] in ("", self._print):
+            if not handle.standing.healthy:
+                self.lost(handle)
+            elif handle in took and took[handle] in ("", self._print):
                 self._in_unison(handle)
             elif handle in took:
                 self.out(handle, f"it took weights {took[handle]} as version {version}")
             else:
-                error = errors.get(handle)
-                self.out(handle, "it did not answer" if error is None else _short(error))
+                self.out(handle, _short(errors[handle]) if handle in errors else "it was away")
 
     async def _take(self, handle: Handle, version: int) -> str | Exception:
         """Publish to one replica; what it then says it serves, or what went wrong."""
@@ -185,9 +186,9 @@ class Unison:
         try:
             async with asyncio.timeout(self._limits.publish_limit_s), handle.lock:
                 await in_thread(replica.publish, version)
-        except TimeoutError as error:
-            return error
-        except Exception as error:  # whatever it is, the replica has not taken them
+                if handle.behind and self._motion is not None:
+                    await _mover(handle, self._motion)()
+        except Exception as error:  # whatever it is, the replica is not where the others are
             return error
         if replica.version != version:
             return WeightsError(f"it took version {version} and serves {replica.version}")
@@ -266,7 +267,7 @@ class Unison:
 
     async def _follow(self, handle: Handle) -> None:
         """Try to bring a replica to where the others are; it serves if that worked."""
-        version, motion = self.version, self._motion
+        wanted = version, motion, _ = self.version, self._motion, handle.epoch
         try:
             async with asyncio.timeout(self._limits.publish_limit_s):
                 if version is not None:
@@ -284,7 +285,7 @@ class Unison:
                 *(handle.name, _short(error), handle.retry_s),
             )
         else:
-            if (version, motion) == (self.version, self._motion):
+            if wanted == (self.version, self._motion, handle.epoch):  # all the time
                 self._in_unison(handle)
         finally:
             handle.following = None
@@ -325,7 +326,7 @@ class Unison:
     def _in_unison(self, handle: Handle) -> None:
         was, handle.behind = handle.behind, False
         handle.retry_s = handle.retry_at_s = 0.0
-        if was and handle.standing.healthy:
+        if was:
             logger.warning("replica %s serves again", handle.name)
             self.readmissions += 1
             self._places.admit()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from treadle.config import EntropyConfig
-from treadle.errors import ConfigError, WeightsError
+from treadle.errors import ConfigError, WeightsError, setting
 from treadle.train.entropy.advantage import repo_d, repo_r
 from treadle.train.entropy.controllers import next_by_rate, next_by_steps, next_zeta, target_at
 
@@ -142,8 +142,8 @@ class EntropyControl:
         if config.method in ("adapo", "mai") and clip_high is None:
             raise ConfigError(
                 f"entropy method `{config.method}` moves clip_high, but loss `{loss}` has none",
-                hint="take a loss that clips its ratio, e.g. --set learn.loss=ppo_clip, or method "
-                "repo_r, which works with every loss",
+                hint=f"take a loss that clips its ratio, e.g. {setting('learn.loss=ppo_clip')}, or "
+                "method repo_r, which works with every loss",
             )
         if config.method == "adapo" and clip_high is not None:
             start = clip_high
