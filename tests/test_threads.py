@@ -64,6 +64,8 @@ def test_a_coroutine_runs_from_plain_code_and_from_a_running_loop() -> None:
 
 def test_an_interrupted_cell_cancels_the_coroutine_and_waits_for_its_clean_up() -> None:
     seen: list[str] = []
+    # A shell starts what it runs in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def long() -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -76,8 +78,11 @@ def test_an_interrupted_cell_cancels_the_coroutine_and_waits_for_its_clean_up() 
     async def cell() -> None:
         run(long())
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(cell())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert seen == ["cleaned up"]
 
 

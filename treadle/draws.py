@@ -120,7 +120,9 @@ class Draws:
             self._lessons[source] = _Lesson(rule, size, int.from_bytes(key, "big"))
         self.plain = not (any(self._minima) or self._lessons)
         """`mix` alone decides."""
-        self._weights = weights([cfg.ratio for cfg in cfgs]) if cfgs else ()
+        shares = iter(weights([cfg.ratio for cfg in cfgs if cfg.ratio]) if cfgs else ())
+        self._weights = [next(shares) if cfg.ratio else 0 for cfg in cfgs]
+        """0 = never trained on."""
         self._counts = [0] * len(cfgs)
         self._slots: list[tuple[int, int]] = []
         """Task set and visit of each ordinal."""
@@ -247,7 +249,7 @@ class Draws:
     def _source(self, ordinal: int) -> int:
         """The task set of the next draw."""
         window = self._window
-        live = [s for s in range(len(self._counts)) if not self._is_exhausted(s)]
+        live = [s for s, w in enumerate(self._weights) if w and not self._is_exhausted(s)]
         if not live:
             num = sum(len(x.retired) for x in self._lessons.values())
             raise DataError(

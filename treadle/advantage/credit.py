@@ -21,7 +21,7 @@ from treadle.advantage.credit_turns import GAMMA, turn_credit, turns
 from treadle.advantage.estimate import ESTIMATORS
 from treadle.advantage.tokens import Advantage
 from treadle.config import CreditConfig
-from treadle.errors import ConfigError, ContractError
+from treadle.errors import ConfigError, ContractError, setting
 from treadle.types import Group
 
 _DEFAULTS = {"agent_share": SHARE, "turn_gamma": GAMMA, "quality_cap": CAP}
@@ -67,7 +67,7 @@ def check_credit(credit: CreditConfig, estimator: str, algorithm: str) -> None:
         raise ConfigError(
             f"`learn.credit.quality` is `{credit.quality}`: it shares out advantages that sum to 0 "
             f"over the rollouts of a group, and those of {of} of algorithm `{algorithm}` do not",
-            hint="--set learn.advantage=group_mean, or leave the quality out",
+            hint=f"{setting('learn.advantage=group_mean')}, or leave the quality out",
         )
 
 
