@@ -26,11 +26,10 @@ def close(trajectory: td.Trajectory) -> float:
 def recipe() -> td.RunConfig:
     return td.RunConfig(
         name="mine",
-        steps=100,
-        # `lora=None` trains all of this tiny model; leave it out for a larger one.
-        model=td.ModelConfig(name="tiny-pretrained", lora=None, max_context=128),
+        steps=150,
+        model=td.ModelConfig(name="tiny-pretrained", max_context=128),
         tasks=(td.TasksConfig(source="jsonl:tasks.jsonl", reward="my_recipe:close"),),
         rollout=td.RolloutConfig(group_size=8, groups_per_step=8, max_new_tokens=8),
-        learn=td.LearnConfig(lr=1e-3),  # about 2e-4 for a LoRA on a larger model
+        learn=td.LearnConfig(lr=3e-3),  # about 2e-4 for a larger model
         eval=td.EvalConfig(questions=40, samples=4),
     )

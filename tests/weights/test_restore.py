@@ -144,7 +144,7 @@ def test_the_card_of_an_exported_run_names_terms_and_scores(finished_run, tmp_pa
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| gcd | val | strict rate | 0.250 | 0.750 | 0 to 3 | 4 | 1 | 1 | 0.0% |" in text
     assert "| gcd | val | lenient rate | 1.000 | 1.000 |" in text
-    assert "- task set 0: `reasoning_gym:gcd`, licence Apache-2.0" in text
+    assert "- task set 0: `reasoning_gym:gcd`, licence Apache-2.0\n" in text
     assert policy.loaded.provenance.sha256 in text
     assert policy.loaded.template_sha256 in text
     assert "trained by reinforcement learning with Treadle for 3 optimiser steps" in text
