@@ -249,14 +249,19 @@ class Scheduler:
     def join(self, computed: Sequence[Turn]) -> tuple[list[tuple[Turn, Turn]], Copies]:
         """Admit waiting turns whose ids were all computed by another in this very step.
 
-        They draw their next token from its logits. Call it before those rows draw.
+        They draw their next token from its logits. Call it before those rows draw. Rows with KV
+        of other weights than those serving lead nobody.
 
         Returns:
             (turn, the row that computed it), and blocks to copy before either writes on.
         """
         pairs: list[tuple[Turn, Turn]] = []
         copies: Copies = []
-        leaders = {(row.adapter, tuple(row.ids)): row for row in computed}
+        leaders = {
+            (row.adapter, tuple(row.ids)): row
+            for row in computed
+            if row.epoch == self.cache.epoch(row.adapter)
+        }
         for turn in self._sharing if leaders else []:
             leader = leaders.get((turn.adapter, tuple(turn.ids)))
             if leader is None or len(self.rows) >= self.max_rows or leader.table is None:

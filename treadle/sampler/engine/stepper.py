@@ -224,8 +224,9 @@ class Stepper:
         self._cache.invalidate(adapter)
         recompute = self._on_publish is OnPublish.RECOMPUTE
         for row in reversed(self.scheduler.rows):
-            # A prompt is computed under one version.
-            if (adapter is None or row.adapter == adapter) and (recompute or row.pending > 1):
+            # A prompt is computed under one version: a row that has drawn nothing starts again.
+            begun = bool(row.drawn) and row.pending == 1
+            if (adapter is None or row.adapter == adapter) and (recompute or not begun):
                 self.scheduler.preempt(row)
 
     def open(self, session: str, adapter: str, now: float) -> None:
