@@ -135,7 +135,8 @@ class Engine:
         # Guards what callers and the engine thread both touch: the three below, and that no
         # call enters the inbox after the engine thread has emptied it for the last time.
         self._lock = threading.Lock()
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, str] = {}
+        """Open sessions, and the adapter of each."""
         self._closing = False
         self._dead: SamplerError | None = SamplerError(
             f"{name} is not running", hint="call start(), or use it as a context manager"
@@ -228,7 +229,7 @@ class Engine:
                     f"session `{session}` is already open", hint="names are unique until release"
                 )
             self._check_adapter(adapter)
-            self._sessions.add(session)
+            self._sessions[session] = adapter
             now = time.monotonic()
             self._inbox.put(_Call(lambda: self._stepper.open(session, adapter, now), Future()))
 
@@ -322,7 +323,7 @@ class Engine:
         with self._lock:
             if session not in self._sessions or self._dead is not None:
                 return
-            self._sessions.discard(session)
+            del self._sessions[session]
             future: Future[None] = Future()
             # Also when the caller is cancelled meanwhile, so not through _ask.
             self._inbox.put(_Call(lambda: fulfil(future, self._stepper.release(session)), future))
@@ -428,7 +429,14 @@ class Engine:
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Raises SamplerError while an open session uses it."""
-        self._wait(self._ask(lambda: self._stepper.drop_adapter(name)))
+
+        def run() -> None:
+            # A session that was accepted may still be in the inbox, and none is accepted meanwhile.
+            with self._lock:
+                opening = [s for s, used in self._sessions.items() if used == name]
+                self._stepper.drop_adapter(name, opening)
+
+        self._wait(self._ask(run))
 
     def _check_adapter(self, name: str) -> None:
         known = self._stepper.adapters
@@ -513,7 +521,8 @@ class Engine:
                 *(self.name, len(gone), self._ttl_s, gone[0]),
             )
             with self._lock:
-                self._sessions.difference_update(gone)
+                for session in gone:
+                    self._sessions.pop(session, None)
 
     def _patience_s(self) -> float | None:
         """How long the thread may wait for a call; None = for ever."""

@@ -207,9 +207,9 @@ class Stepper:
         self._renew(name)
         self.adapters[name] = version
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises SamplerError while a session uses it."""
-        users = self._cache.sessions_of(name)
+    def drop_adapter(self, name: str, opening: Sequence[str] = ()) -> None:
+        """Forget an adapter. Raises SamplerError while a session uses it, or one of `opening`."""
+        users = [*dict.fromkeys([*self._cache.sessions_of(name), *opening])]
         if users:
             raise SamplerError(
                 f"adapter `{name}` is used by {len(users)} open sessions, first `{users[0]}`",
@@ -242,8 +242,9 @@ class Stepper:
         self._told.pop(session, None)
 
     def submit(self, turn: Turn) -> None:
-        """Queue a turn; see `Scheduler.submit`."""
-        self.scheduler.submit(turn)
+        """Queue a turn; see `Scheduler.submit`. One that cannot be started fails alone."""
+        with boundary(SamplerError, f"start of a turn of session `{turn.session}`"):
+            self.scheduler.submit(turn)
         self._used.pop(turn.session, None)
 
     def expire(self, now: float, ttl_s: float) -> list[str]:
@@ -448,7 +449,14 @@ class Stepper:
             row.entropies.append(entropy)
             row.versions.append(self.adapters.get(row.adapter, self.version))
             self._decoded += 1
-            reason = self._stop_rule.reason(row.ids, len(row.prompt), row.params)
+            try:
+                with boundary(SamplerError, f"end of a turn of session `{row.session}`"):
+                    reason = self._stop_rule.reason(row.ids, len(row.prompt), row.params)
+            except SamplerError as error:
+                # The tokenizer and the stop strings are this request's own.
+                self._finish(row, keep=True)
+                fail(row.future, error)
+                continue
             if reason is not None:
                 self._complete(row, reason)
         if broken:
