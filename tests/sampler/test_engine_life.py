@@ -160,6 +160,27 @@ def test_a_cancelled_call_frees_its_row_and_its_kv(policy):
     asyncio.run(main())
 
 
+def test_after_a_cancelled_turn_its_session_takes_the_next_one_at_once(policy):
+    (prompt,) = prompts(1)
+
+    async def main():
+        with Engine(policy) as engine:
+            await engine.open("s")
+            for _ in range(5):
+                decoded = engine.stats().decoded_tokens
+                task = asyncio.create_task(turn(engine, "s", prompt, opened=True, new=200))
+                await until(lambda n=decoded: engine.stats().decoded_tokens > n)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert len((await turn(engine, "s", prompt, opened=True, new=2)).ids) == 2
+            assert engine.stats().aborted == 5
+            await engine.release("s")
+            assert_empty(engine)
+
+    asyncio.run(main())
+
+
 # ------------------------------------------------------------------ sessions
 
 

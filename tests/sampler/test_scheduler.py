@@ -58,7 +58,7 @@ def compute(scheduler, device=None):
             device.compute(row.table, row.ids, count, None if crossed else epoch)
         else:
             row.table.length += count
-        if count > 1:
+        if count > 1 or row.pending:
             scheduler.cache.remember(row.session, row.table, row.ids, row.epoch)
         if not row.pending:
             done.append(row)

@@ -21,6 +21,7 @@ nothing runs. Woken by: any call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -256,7 +257,14 @@ class Engine:
             )
         turn = Turn(session, ids, params, time.monotonic() + params.deadline_s)
         self._post(_Call(lambda: self._stepper.submit(turn), turn.future))
-        return await self._answer(turn.future, params.deadline_s + GRACE_S)
+        try:
+            return await self._answer(turn.future, params.deadline_s + GRACE_S)
+        except asyncio.CancelledError:
+            if params.experts and not turn.future.cancelled():
+                # It ended in the moment in which its caller went: the answer is lost.
+                with contextlib.suppress(SamplerError):
+                    self._post(_Call(lambda: self._stepper.untell(session), Future()))
+            raise
 
     async def score(
         self, ids: Sequence[int], start: int, *, temperature: float = 1.0, adapter: str = ""

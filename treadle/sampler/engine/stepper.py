@@ -243,6 +243,9 @@ class Stepper:
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn; see `Scheduler.submit`. One that cannot be started fails alone."""
+        before = self.scheduler.find(turn.session)
+        if before is not None and before.future.cancelled():
+            self._abort(before)
         with boundary(SamplerError, f"start of a turn of session `{turn.session}`"):
             self.scheduler.submit(turn)
         self._used.pop(turn.session, None)
@@ -316,7 +319,7 @@ class Stepper:
         pieces = sorted(self.scheduler.pieces(), key=lambda piece: piece[0].adapter)
         assert pieces or not self.scheduler.waiting, "nothing can run"
         drawn = self._decoded
-        if all(count == 1 for _, count in pieces):
+        if all(row.pending == 1 for row, _ in pieces):
             self._decode([row for row, _ in pieces])
             self._decode_steps += 1
             self._decode_step_tokens += self._decoded - drawn
@@ -340,8 +343,14 @@ class Stepper:
         completion = turn.completion(reason)
         if turn.params.experts and turn.table is not None:
             completion = replace(completion, experts=self._experts(turn))
+        known = turn.ids[: turn.length]
         self._finish(turn, keep=True)
-        fulfil(turn.future, completion)
+        if fulfil(turn.future, completion) and completion.experts is not None:
+            self._told[turn.session] = known
+
+    def untell(self, session: str) -> None:
+        """The caller of the session's last turn has gone without its answer."""
+        self._told.pop(session, None)
 
     def _experts(self, turn: Turn) -> ExpertChoices:
         """The choices that the turn asked for; all its positions with KV are known."""
@@ -352,7 +361,6 @@ class Stepper:
             pairs = enumerate(zip(told, turn.ids, strict=False))
             same = next((i for i, (a, b) in pairs if a != b), min(len(told), len(turn.ids)))
             first = min(same, turn.length)
-        self._told[turn.session] = turn.ids[: turn.length]
         chosen = self._store.experts_of(turn.blocks, first, turn.length)
         return ExpertChoices(
             first=first,
@@ -377,8 +385,9 @@ class Stepper:
         broken: list[Turn] = []
         for i, (row, count) in enumerate(pieces):
             assert row.table is not None, "a waiting turn was computed"
+            decoded = row.pending == 1
             row.table.length += count
-            if count > 1:
+            if not decoded:
                 self._prefill_tokens += count
                 self._cache.remember(row.session, row.table, row.ids, row.epoch)
             if not row.pending:
@@ -511,10 +520,13 @@ def _plain(row: Turn) -> bool:
     return row.params.top_p >= 1 and row.params.top_k == 0
 
 
-def fulfil(future: Future[Any], result: object) -> None:
-    """Set a result, unless the caller has gone."""
-    with contextlib.suppress(InvalidStateError):
+def fulfil(future: Future[Any], result: object) -> bool:
+    """Set a result, unless the caller has gone; whether it was set."""
+    try:
         future.set_result(result)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
