@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -183,3 +184,29 @@ def test_an_adapter_may_cover_some_linears_and_have_a_rank_of_its_own(make_polic
             return await engine.sample("s", prompt, SamplingParams(max_new_tokens=8))
 
     assert asyncio.run(main()).ids == want.ids
+
+
+def test_an_adapter_cannot_be_dropped_from_under_a_session_that_was_just_opened(make_policy):
+    (adapter,), _ = adapters_of(make_policy, 1)
+    (prompt,) = prompts(1)
+
+    async def main():
+        with Engine(make_policy(), adapters=True) as engine:
+            engine.publish_adapter("x", adapter, 1)
+            entered, gate = threading.Event(), threading.Event()
+            engine._ask(lambda: (entered.set(), gate.wait()))
+            await asyncio.to_thread(entered.wait)
+            drop = asyncio.create_task(asyncio.to_thread(engine.drop_adapter, "x"))
+            async with asyncio.timeout(30):
+                while engine._inbox.empty():
+                    await asyncio.sleep(0.001)
+            await engine.open("s", adapter="x")
+            gate.set()
+            with pytest.raises(SamplerError, match="used by 1 open sessions, first `s`"):
+                await drop
+            done = await turn(engine, "s", prompt, opened=True)
+            assert set(done.versions) == {1}
+            await engine.release("s")
+            await asyncio.to_thread(engine.drop_adapter, "x")
+
+    asyncio.run(main())

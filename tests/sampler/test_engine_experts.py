@@ -157,3 +157,25 @@ def test_a_mixture_in_bf16_agrees_with_its_own_scores(make_moe):
         for a, b in zip(d.logprobs, s, strict=True)
     ]
     assert sum(abs(a - b) for a, b in pairs) / len(pairs) < 0.1
+
+
+def test_a_cancelled_turn_has_told_nothing(make_moe):
+    (prompt,) = prompts(1)
+
+    async def main():
+        with Engine(make_moe()) as engine:
+            await engine.open("s")
+            first = asyncio.create_task(
+                turn(engine, "s", prompt, opened=True, new=200, experts="delta")
+            )
+            async with asyncio.timeout(30):
+                while engine.stats().decoded_tokens < 3:
+                    await asyncio.sleep(0.001)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            return await turn(engine, "s", prompt, opened=True, new=3, experts="delta")
+
+    done = asyncio.run(main())
+    assert done.experts.first == 0
+    assert done.experts.num_positions == len(prompt) + 2

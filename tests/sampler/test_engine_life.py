@@ -160,6 +160,27 @@ def test_a_cancelled_call_frees_its_row_and_its_kv(policy):
     asyncio.run(main())
 
 
+def test_after_a_cancelled_turn_its_session_takes_the_next_one_at_once(policy):
+    (prompt,) = prompts(1)
+
+    async def main():
+        with Engine(policy) as engine:
+            await engine.open("s")
+            for _ in range(5):
+                decoded = engine.stats().decoded_tokens
+                task = asyncio.create_task(turn(engine, "s", prompt, opened=True, new=200))
+                await until(lambda n=decoded: engine.stats().decoded_tokens > n)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert len((await turn(engine, "s", prompt, opened=True, new=2)).ids) == 2
+            assert engine.stats().aborted == 5
+            await engine.release("s")
+            assert_empty(engine)
+
+    asyncio.run(main())
+
+
 # ------------------------------------------------------------------ sessions
 
 
@@ -432,3 +453,41 @@ def test_bf16_agrees_with_its_own_scores(make_policy):
         for a, b in zip(d.logprobs, s, strict=True)
     ]  # fmt: skip
     assert sum(diffs) / len(diffs) <= 0.02
+
+
+# ------------------------------------------------------------------ one request's own fault
+
+
+@pytest.mark.parametrize("bad", [{"stop": ("\ud800",)}, {"top_k": 2**63}])
+def test_a_parameter_that_no_batch_could_hold_is_refused_alone(policy, bad):
+    given = prompts(2)
+
+    async def main():
+        with Engine(policy) as engine:
+            other = asyncio.create_task(turn(engine, "other", given[0], new=60))
+            await until(lambda: engine.stats().running == 1)
+            with pytest.raises(ConfigError, match=f"`{next(iter(bad))}` must be"):
+                await turn(engine, "bad", given[1], **bad)
+            assert len((await other).ids) == 60
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_cannot_decode_fails_the_turn_that_needs_it_and_no_other(policy):
+    given = prompts(2)
+
+    class Mute:
+        def decode(self, ids, skip_special_tokens):
+            raise UnicodeError("no such character")
+
+    async def main():
+        with Engine(policy) as engine:
+            engine._stepper._stop_rule = StopRule((), Mute())
+            other = asyncio.create_task(turn(engine, "other", given[0], new=60))
+            await until(lambda: engine.stats().running == 1)
+            with pytest.raises(SamplerError, match="session `bad`: UnicodeError: no such"):
+                await turn(engine, "bad", given[1], stop=("x",))
+            assert len((await other).ids) == 60
+            assert len((await turn(engine, "bad", given[1], opened=True)).ids) == 8
+
+    asyncio.run(main())

@@ -205,3 +205,13 @@ def test_weights_move_the_numbers(policy, library):
     (done,) = run_turns(policy, [{"prompt": prompt}])
     want = reference_logprobs(library, prompt, done)
     assert max(abs(a - b) for a, b in zip(done.logprobs, want, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_prompt_in_the_smallest_pieces_is_answered_as_one_in_a_single_pass(policy, pieces):
+    """A piece of one token is not a decode step: nothing is drawn before the prompt is whole."""
+    turns = [{"prompt": p, "seed": i} for i, p in enumerate(prompts(2, 20))]
+    whole = run_turns(policy, turns)
+    for want, got in zip(whole, run_turns(policy, turns, prefill_tokens=pieces), strict=True):
+        assert got.ids == want.ids
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)

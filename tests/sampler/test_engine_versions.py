@@ -8,7 +8,9 @@ import torch
 from tests.sampler.conftest import perturb, prompts, run_turns, turn
 from treadle.errors import SamplerError, WeightsError
 from treadle.sampler.engine import Engine
-from treadle.types import StopReason
+from treadle.sampler.engine.scheduler import Turn
+from treadle.sampler.engine.stepper import OnPublish, Stepper
+from treadle.types import SamplingParams, StopReason
 
 
 async def until(condition):
@@ -178,3 +180,40 @@ def test_training_can_use_what_a_snapshot_shared(policy):
     logp, _ = policy.logprobs(hidden[:-1], ids[1:], 1.0)
     logp.sum().backward()
     assert any(p.grad is not None for p in policy.parameters().values())
+
+
+@torch.inference_mode()
+def test_a_prompt_with_one_token_left_at_a_publication_is_computed_again(policy):
+    (prompt,) = prompts(1, 33)
+    stepper = Stepper(
+        policy,
+        max_rows=8,
+        num_blocks=64,
+        version=0,
+        prefill_tokens=32,
+        on_publish=OnPublish.KEEP,
+        adapters=False,
+    )
+    stepper.load(0)
+
+    def submit(session):
+        stepper.open(session, "", 0.0)
+        params = SamplingParams(max_new_tokens=4, seed=len(session))
+        made = Turn(session, tuple(prompt), params, deadline=float("inf"))
+        stepper.submit(made)
+        return made
+
+    turns = [submit("s")]
+    stepper.step()
+    assert turns[0].pending == 1 and not turns[0].drawn
+    with torch.inference_mode(False):
+        perturb(policy, 1, 1.0)
+    stepper.load(1)
+    turns += [submit("sibling"), submit("another")]
+    while not stepper.idle:
+        stepper.step()
+    for each in turns:
+        done = each.future.result()
+        want = stepper.score([*prompt, *done.ids], len(prompt), 1.0, "")
+        assert done.versions == (1,) * 4
+        assert done.logprobs == pytest.approx(want, abs=1e-4)

@@ -58,7 +58,7 @@ def compute(scheduler, device=None):
             device.compute(row.table, row.ids, count, None if crossed else epoch)
         else:
             row.table.length += count
-        if count > 1:
+        if count > 1 or row.pending:
             scheduler.cache.remember(row.session, row.table, row.ids, row.epoch)
         if not row.pending:
             done.append(row)
@@ -70,6 +70,19 @@ def compute(scheduler, device=None):
         if len(row.drawn) >= row.params.max_new_tokens:
             scheduler.finish(row, keep=True)
     return pieces
+
+
+def test_a_row_with_kv_of_older_weights_leads_nobody():
+    scheduler = make()
+    prompt = list(range(20))
+    leader = submit(scheduler, "a", prompt)
+    admit(scheduler)
+    follower = submit(scheduler, "b", prompt)
+    assert admit(scheduler) == [], "it waits for what the first computes"
+    leader.table.length += 20
+    scheduler.cache.invalidate()
+    assert scheduler.join([leader]) == ([], [])
+    assert admit(scheduler) == ["b"] and follower.length == 0
 
 
 def test_turns_enter_in_order_and_a_freed_row_is_refilled():
@@ -353,7 +366,8 @@ class Histories(RuleBasedStateMachine):
     def publish(self, adapter, recompute):
         self.cache.invalidate(adapter)
         for row in reversed(self.scheduler.rows):
-            if adapter in (None, row.adapter) and (recompute or row.pending > 1):
+            begun = row.drawn and row.pending == 1
+            if adapter in (None, row.adapter) and (recompute or not begun):
                 self.scheduler.preempt(row)
 
     @rule()

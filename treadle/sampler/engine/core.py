@@ -21,6 +21,7 @@ nothing runs. Woken by: any call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -135,7 +136,8 @@ class Engine:
         # Guards what callers and the engine thread both touch: the three below, and that no
         # call enters the inbox after the engine thread has emptied it for the last time.
         self._lock = threading.Lock()
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, str] = {}
+        """Open sessions, and the adapter of each."""
         self._closing = False
         self._dead: SamplerError | None = SamplerError(
             f"{name} is not running", hint="call start(), or use it as a context manager"
@@ -228,7 +230,7 @@ class Engine:
                     f"session `{session}` is already open", hint="names are unique until release"
                 )
             self._check_adapter(adapter)
-            self._sessions.add(session)
+            self._sessions[session] = adapter
             now = time.monotonic()
             self._inbox.put(_Call(lambda: self._stepper.open(session, adapter, now), Future()))
 
@@ -255,7 +257,14 @@ class Engine:
             )
         turn = Turn(session, ids, params, time.monotonic() + params.deadline_s)
         self._post(_Call(lambda: self._stepper.submit(turn), turn.future))
-        return await self._answer(turn.future, params.deadline_s + GRACE_S)
+        try:
+            return await self._answer(turn.future, params.deadline_s + GRACE_S)
+        except asyncio.CancelledError:
+            if params.experts and not turn.future.cancelled():
+                # It ended in the moment in which its caller went: the answer is lost.
+                with contextlib.suppress(SamplerError):
+                    self._post(_Call(lambda: self._stepper.untell(session), Future()))
+            raise
 
     async def score(
         self, ids: Sequence[int], start: int, *, temperature: float = 1.0, adapter: str = ""
@@ -322,7 +331,7 @@ class Engine:
         with self._lock:
             if session not in self._sessions or self._dead is not None:
                 return
-            self._sessions.discard(session)
+            del self._sessions[session]
             future: Future[None] = Future()
             # Also when the caller is cancelled meanwhile, so not through _ask.
             self._inbox.put(_Call(lambda: fulfil(future, self._stepper.release(session)), future))
@@ -428,7 +437,14 @@ class Engine:
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Raises SamplerError while an open session uses it."""
-        self._wait(self._ask(lambda: self._stepper.drop_adapter(name)))
+
+        def run() -> None:
+            # A session that was accepted may still be in the inbox, and none is accepted meanwhile.
+            with self._lock:
+                opening = [s for s, used in self._sessions.items() if used == name]
+                self._stepper.drop_adapter(name, opening)
+
+        self._wait(self._ask(run))
 
     def _check_adapter(self, name: str) -> None:
         known = self._stepper.adapters
@@ -513,7 +529,8 @@ class Engine:
                 *(self.name, len(gone), self._ttl_s, gone[0]),
             )
             with self._lock:
-                self._sessions.difference_update(gone)
+                for session in gone:
+                    self._sessions.pop(session, None)
 
     def _patience_s(self) -> float | None:
         """How long the thread may wait for a call; None = for ever."""

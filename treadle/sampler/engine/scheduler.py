@@ -32,6 +32,8 @@ from treadle.types import Completion, SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024
 """Prompt tokens of a step, by default: bounds its memory and how long running turns wait."""
+MAX_TOP_K = 2**31 - 1
+"""Larger than any vocabulary; more would not fit the integers of a batch."""
 
 Copies = list[tuple[int, int]]
 
@@ -249,14 +251,19 @@ class Scheduler:
     def join(self, computed: Sequence[Turn]) -> tuple[list[tuple[Turn, Turn]], Copies]:
         """Admit waiting turns whose ids were all computed by another in this very step.
 
-        They draw their next token from its logits. Call it before those rows draw.
+        They draw their next token from its logits. Call it before those rows draw. Rows with KV
+        of other weights than those serving lead nobody.
 
         Returns:
             (turn, the row that computed it), and blocks to copy before either writes on.
         """
         pairs: list[tuple[Turn, Turn]] = []
         copies: Copies = []
-        leaders = {(row.adapter, tuple(row.ids)): row for row in computed}
+        leaders = {
+            (row.adapter, tuple(row.ids)): row
+            for row in computed
+            if row.epoch == self.cache.epoch(row.adapter)
+        }
         for turn in self._sharing if leaders else []:
             leader = leaders.get((turn.adapter, tuple(turn.ids)))
             if leader is None or len(self.rows) >= self.max_rows or leader.table is None:
@@ -307,23 +314,39 @@ def check_params(params: SamplingParams) -> None:
         ("max_new_tokens", int, lambda v: v >= 1, "an integer >= 1"),
         ("temperature", float, lambda v: v >= 0, "a finite number >= 0 (0 = greedy)"),
         ("top_p", float, lambda v: 0 < v <= 1, "in (0, 1] (1 = off)"),
-        ("top_k", int, lambda v: v >= 0, "an integer >= 0 (0 = off)"),
+        ("top_k", int, lambda v: 0 <= v <= MAX_TOP_K, f"in 0..{MAX_TOP_K} (0 = off)"),
         ("seed", int, lambda v: True, "an integer"),
         ("deadline_s", float, lambda v: v > 0, "finite seconds > 0"),
     )
     for name, kind, holds, rule in rules:
         value = getattr(params, name)
         typed = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not (typed and (kind is int or math.isfinite(value)) and holds(value)):
+        if not (typed and (kind is int or _is_finite(value)) and holds(value)):
             raise ConfigError(f"sampling parameter `{name}` must be {rule}, got {value!r}")
     if params.experts not in ("", "full", "delta"):
         raise ConfigError(
             f"sampling parameter `experts` must be `full`, `delta` or empty, got {params.experts!r}"
         )
-    if isinstance(params.stop, str) or not all(isinstance(s, str) and s for s in params.stop):
+    if not isinstance(params.stop, tuple | list) or not all(map(_is_text, params.stop)):
         raise ConfigError(
-            f"sampling parameter `stop` must be a tuple of non-empty strings, got {params.stop!r}"
+            "sampling parameter `stop` must be a tuple of non-empty strings that UTF-8 can hold, "
+            f"got {params.stop!r}"
         )
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_text(value: object) -> bool:
+    """Whether text that a tokenizer decoded can contain it."""
+    try:
+        return isinstance(value, str) and len(value.encode()) > 0
+    except UnicodeEncodeError:
+        return False
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:

@@ -207,9 +207,9 @@ class Stepper:
         self._renew(name)
         self.adapters[name] = version
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises SamplerError while a session uses it."""
-        users = self._cache.sessions_of(name)
+    def drop_adapter(self, name: str, opening: Sequence[str] = ()) -> None:
+        """Forget an adapter. Raises SamplerError while a session uses it, or one of `opening`."""
+        users = [*dict.fromkeys([*self._cache.sessions_of(name), *opening])]
         if users:
             raise SamplerError(
                 f"adapter `{name}` is used by {len(users)} open sessions, first `{users[0]}`",
@@ -224,8 +224,9 @@ class Stepper:
         self._cache.invalidate(adapter)
         recompute = self._on_publish is OnPublish.RECOMPUTE
         for row in reversed(self.scheduler.rows):
-            # A prompt is computed under one version.
-            if (adapter is None or row.adapter == adapter) and (recompute or row.pending > 1):
+            # A prompt is computed under one version: a row that has drawn nothing starts again.
+            begun = bool(row.drawn) and row.pending == 1
+            if (adapter is None or row.adapter == adapter) and (recompute or not begun):
                 self.scheduler.preempt(row)
 
     def open(self, session: str, adapter: str, now: float) -> None:
@@ -241,8 +242,12 @@ class Stepper:
         self._told.pop(session, None)
 
     def submit(self, turn: Turn) -> None:
-        """Queue a turn; see `Scheduler.submit`."""
-        self.scheduler.submit(turn)
+        """Queue a turn; see `Scheduler.submit`. One that cannot be started fails alone."""
+        before = self.scheduler.find(turn.session)
+        if before is not None and before.future.cancelled():
+            self._abort(before)
+        with boundary(SamplerError, f"start of a turn of session `{turn.session}`"):
+            self.scheduler.submit(turn)
         self._used.pop(turn.session, None)
 
     def expire(self, now: float, ttl_s: float) -> list[str]:
@@ -314,7 +319,7 @@ class Stepper:
         pieces = sorted(self.scheduler.pieces(), key=lambda piece: piece[0].adapter)
         assert pieces or not self.scheduler.waiting, "nothing can run"
         drawn = self._decoded
-        if all(count == 1 for _, count in pieces):
+        if all(row.pending == 1 for row, _ in pieces):
             self._decode([row for row, _ in pieces])
             self._decode_steps += 1
             self._decode_step_tokens += self._decoded - drawn
@@ -338,8 +343,14 @@ class Stepper:
         completion = turn.completion(reason)
         if turn.params.experts and turn.table is not None:
             completion = replace(completion, experts=self._experts(turn))
+        known = turn.ids[: turn.length]
         self._finish(turn, keep=True)
-        fulfil(turn.future, completion)
+        if fulfil(turn.future, completion) and completion.experts is not None:
+            self._told[turn.session] = known
+
+    def untell(self, session: str) -> None:
+        """The caller of the session's last turn has gone without its answer."""
+        self._told.pop(session, None)
 
     def _experts(self, turn: Turn) -> ExpertChoices:
         """The choices that the turn asked for; all its positions with KV are known."""
@@ -350,7 +361,6 @@ class Stepper:
             pairs = enumerate(zip(told, turn.ids, strict=False))
             same = next((i for i, (a, b) in pairs if a != b), min(len(told), len(turn.ids)))
             first = min(same, turn.length)
-        self._told[turn.session] = turn.ids[: turn.length]
         chosen = self._store.experts_of(turn.blocks, first, turn.length)
         return ExpertChoices(
             first=first,
@@ -375,8 +385,9 @@ class Stepper:
         broken: list[Turn] = []
         for i, (row, count) in enumerate(pieces):
             assert row.table is not None, "a waiting turn was computed"
+            decoded = row.pending == 1
             row.table.length += count
-            if count > 1:
+            if not decoded:
                 self._prefill_tokens += count
                 self._cache.remember(row.session, row.table, row.ids, row.epoch)
             if not row.pending:
@@ -447,7 +458,14 @@ class Stepper:
             row.entropies.append(entropy)
             row.versions.append(self.adapters.get(row.adapter, self.version))
             self._decoded += 1
-            reason = self._stop_rule.reason(row.ids, len(row.prompt), row.params)
+            try:
+                with boundary(SamplerError, f"end of a turn of session `{row.session}`"):
+                    reason = self._stop_rule.reason(row.ids, len(row.prompt), row.params)
+            except SamplerError as error:
+                # The tokenizer and the stop strings are this request's own.
+                self._finish(row, keep=True)
+                fail(row.future, error)
+                continue
             if reason is not None:
                 self._complete(row, reason)
         if broken:
@@ -502,10 +520,13 @@ def _plain(row: Turn) -> bool:
     return row.params.top_p >= 1 and row.params.top_k == 0
 
 
-def fulfil(future: Future[Any], result: object) -> None:
-    """Set a result, unless the caller has gone."""
-    with contextlib.suppress(InvalidStateError):
+def fulfil(future: Future[Any], result: object) -> bool:
+    """Set a result, unless the caller has gone; whether it was set."""
+    try:
         future.set_result(result)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
