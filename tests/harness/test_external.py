@@ -16,7 +16,7 @@ import pytest
 
 from tests.gateway.bench import renderer, sampler_of, until
 from treadle.config import RolloutConfig
-from treadle.errors import ConfigError, SamplerError
+from treadle.errors import ConfigError, SamplerError, Terminated
 from treadle.harness import command, external, harness_named
 from treadle.harness.external import Command
 from treadle.rollout.run import run_trajectory
@@ -101,6 +101,42 @@ def test_an_agent_that_asks_nothing_or_raises_has_failed() -> None:
     assert trajectory.status is Status.FAILED and trajectory.error is not None
     assert trajectory.error.kind == "HarnessError" and "oops" in trajectory.error.message
     assert trajectory.num_sampled_tokens > 0, "what it did stays on the record"
+
+
+class NoException(BaseException):
+    """What some test frameworks raise."""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        SystemExit(0),
+        GeneratorExit(),
+        BaseExceptionGroup("several", [SystemExit(3)]),
+        NoException(),
+        asyncio.CancelledError(),
+    ],
+)
+def test_an_async_agent_that_ends_like_a_program_fails_its_own_trajectory(
+    end: BaseException,
+) -> None:
+    async def agent(task: Task, base_url: str, api_key: str) -> None:
+        await asyncio.to_thread(ask, base_url, "x")
+        raise end
+
+    trajectory, _ = run(agent, ["one"])
+    assert trajectory.status is Status.FAILED and trajectory.error is not None
+    assert trajectory.error.kind == "HarnessError"
+    assert trajectory.num_sampled_tokens > 0, "what it did stays on the record"
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), Terminated(143)])
+def test_what_ends_this_process_is_not_an_agents_failure(end: BaseException) -> None:
+    async def agent(task: Task, base_url: str, api_key: str) -> None:
+        raise end
+
+    with pytest.raises(type(end)):
+        run(agent, [])
 
 
 def test_the_samplers_failure_is_not_the_agents() -> None:
