@@ -111,6 +111,10 @@ class ContractError(TreadleError):
     """One of our own contracts is broken; training on would be wrong, so the run stops."""
 
 
+class Terminated(SystemExit):
+    """A signal ends this process; unlike the SystemExit of user code it is never an error."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorRecord:
     """An error as data: what the store keeps and the report shows."""
@@ -130,13 +134,18 @@ def boundary(cls: type[TreadleError], where: str) -> Generator[None, None, None]
     """Attribute whatever escapes to a boundary: `with boundary(ToolError, "tool add"): ...`.
 
     Errors of our tree pass unchanged, so the innermost boundary wins. Plugin authors raise
-    plain Python. KeyboardInterrupt, SystemExit and cancellation pass unchanged.
+    plain Python, and may end as a program does: SystemExit is theirs, unless it is `Terminated`.
+    KeyboardInterrupt and cancellation pass unchanged.
     """
     try:
         yield
-    except TreadleError:
+    except (TreadleError, Terminated):
         raise
-    except Exception as error:
+    except BaseExceptionGroup as group:
+        if not isinstance(group, Exception) and group.subgroup((KeyboardInterrupt, Terminated)):
+            raise
+        raise cls(f"{where}: {type(group).__name__}: {said(group)}") from group
+    except (Exception, SystemExit) as error:
         raise cls(f"{where}: {type(error).__name__}: {said(error)}") from error
 
 

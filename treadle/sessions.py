@@ -57,6 +57,7 @@ SETTLE_LIMIT_S = 3600.0
 TASKSET = "opened"
 
 _REWARD = "given_reward"
+_OWN_PARTS = ("reward", "score")
 
 
 @contextlib.asynccontextmanager
@@ -93,9 +94,10 @@ async def open_run(
     base = _resolved(base, directory, False)
     _check_place(base, directory, False)
     sessions = OpenSessions(base.rollout.group_size)
-    async with _parts(
-        base, None, mix=sessions.stream, harness=sessions.harness, grade=sessions.grade
-    ) as (parts, provenance):
+    async with _parts(base, None, mix=sessions.stream, harness=sessions, grade=sessions.grade) as (
+        parts,
+        provenance,
+    ):
         parts = replace(parts, task_limit_s=IDLE_LIMIT_S)
         facts = asdict(machine.facts()) | {
             "tuning": asdict(tuning),
@@ -187,14 +189,20 @@ class OpenSession:
     _taken: bool = False
 
     def reward(self, value: float, **parts: float) -> None:
-        """Judge it, before its release; without, it is unscored. Named parts become metrics."""
+        """Judge it, before its release; without, it is unscored. Named parts become metrics.
+
+        Raises DataError: not a finite number, or a part of the name `reward` or `score`.
+        """
         if self._released.is_set():
             raise HarnessError("a session is judged before it is released")
+        for name in _OWN_PARTS:
+            if name in parts:
+                raise DataError(
+                    f"a part of session.reward is named `{name}`, which is the reward's own",
+                    hint="give the part another name",
+                )
         numbers = {"reward": value, **parts}
-        for name, number in numbers.items():
-            if not math.isfinite(number):
-                raise DataError(f"`{name}` is {number}, expected a finite number")
-        self._chat.info[_REWARD] = {k: float(v) for k, v in numbers.items()}
+        self._chat.info[_REWARD] = {k: _finite(k, v) for k, v in numbers.items()}
 
     def release(self) -> None:
         """The trajectory is done. Idempotent."""
@@ -208,7 +216,7 @@ class _Shelf:
     free: deque[OpenSession] = field(default_factory=deque)
     waiting: deque[asyncio.Future[OpenSession]] = field(default_factory=deque)
     coming: int = 0
-    """Places of started groups that have not begun yet."""
+    """Places of started groups that have neither begun nor failed yet."""
 
 
 class TaskStream:
@@ -239,10 +247,12 @@ class OpenSessions:
     def __init__(self, group_size: int) -> None:
         self.stream = TaskStream()
         self._size = group_size
-        self._shelves: dict[str, _Shelf] = {}
+        self._shelves: dict[object, _Shelf] = {}
         self._gateway = SharedGateway()
         self._run: asyncio.Future[None] | None = None
         self._unreleased: dict[str, set[OpenSession]] = {}
+        self._begun: set[str] = set()
+        """Trajectories that run and were on a shelf."""
 
     async def open(self, task: Task | str) -> OpenSession:
         """The next session of a task; a text is a task of one user message.
@@ -251,7 +261,7 @@ class OpenSessions:
         """
         task = _as_task(task)
         self._check()
-        shelf = self._shelves.setdefault(task.id, _Shelf())
+        shelf = self._shelf(task)
         if shelf.free:
             session = shelf.free.popleft()
         else:
@@ -274,6 +284,13 @@ class OpenSessions:
                 return waiter.result()
             self._check()
             raise HarnessError(f"no session could begin for {OPEN_LIMIT_S:g} s")
+        except asyncio.CancelledError:
+            # Handed over in this very tick: it goes to whoever opens next.
+            if waiter.done() and waiter.exception() is None:
+                session = waiter.result()
+                if not session._released.is_set():
+                    self._offer(shelf, session)
+            raise
         finally:
             if waiter in shelf.waiting:
                 shelf.waiting.remove(waiter)
@@ -295,14 +312,17 @@ class OpenSessions:
 
     # ------------------------------------------------------------------ the loop's side
 
-    async def harness(self, task: Task, chat: Chat, tools: Tools, limits: Limits) -> None:
+    async def __call__(self, task: Task, chat: Chat, tools: Tools, limits: Limits) -> None:
         """Hands the trajectory to whoever opens it next, and waits for its release."""
-        ordinal = chat.recorder.session.partition("/")[0]
-        shelf = self._shelves.setdefault(task.id, _Shelf())
+        place = chat.recorder.session.partition("#")[0]
+        ordinal = place.partition("/")[0]
+        shelf = self._shelf(task)
         async with self._gateway.session(chat) as (gateway, inner):
             session = OpenSession(task, gateway.base_url(inner), inner.key, chat)
             self._unreleased.setdefault(ordinal, set()).add(session)
             try:
+                self._begun.add(place)
+                shelf.coming = max(shelf.coming - 1, 0)
                 self._offer(shelf, session)
                 chat.state = "waiting for its session to be opened or released"
                 await session._released.wait()
@@ -317,13 +337,36 @@ class OpenSessions:
             raise inner.error
 
     def _offer(self, shelf: _Shelf, session: OpenSession) -> None:
-        shelf.coming = max(shelf.coming - 1, 0)
         while shelf.waiting:
             waiter = shelf.waiting.popleft()
             if not waiter.done():
                 waiter.set_result(session)
                 return
         shelf.free.append(session)
+
+    def again(self, trajectory: Trajectory, allowed: bool) -> bool:
+        """A session that was offered is final; a place that never begins is no longer awaited."""
+        if trajectory.id in self._begun:
+            self._begun.remove(trajectory.id)
+            return False
+        if allowed:
+            return True
+        shelf = self._shelf(trajectory.task)
+        shelf.coming = max(shelf.coming - 1, 0)
+        waiting = [waiter for waiter in shelf.waiting if not waiter.done()]
+        if shelf.coming < len(waiting):
+            cause = trajectory.error.message if trajectory.error else trajectory.status.value
+            waiting[-1].set_exception(
+                HarnessError(
+                    f"a session of task {trajectory.task.id} could not begin: {cause}",
+                    hint="the run goes on; open again for a session of another group",
+                )
+            )
+        return False
+
+    def _shelf(self, task: Task) -> _Shelf:
+        """By what the policy is shown too: an id is unique in its task set alone, if there."""
+        return self._shelves.setdefault((task.taskset, task.id, task.messages), _Shelf())
 
     async def grade(self, trajectory: Trajectory) -> Reward:
         """What the session was given; nothing = unscored."""
@@ -332,6 +375,25 @@ class OpenSessions:
             return Reward(value=None)
         value = given.pop("reward")
         return Reward(value=value, parts={"score": value, **given})
+
+
+def _finite(name: str, value: object) -> float:
+    """A number of Python's, numpy's or torch's; a text is none, even one that spells a number."""
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    try:
+        shown = repr(value)[:80]
+    except ValueError:  # an integer with too many digits to print
+        shown = "too large to print"
+    raise DataError(
+        f"`{name}` of session.reward is {shown} ({type(value).__name__}), expected a finite number"
+    )
 
 
 def _as_task(task: Task | str) -> Task:

@@ -123,6 +123,19 @@ def test_interrupts_exit_as_shells_expect_and_say_what_is_kept(treadle, workspac
     assert "--resume goes on" in done.err
 
 
+def test_code_of_the_users_that_exits_is_no_success(treadle, workspace, monkeypatch) -> None:
+    def leaves(args: object) -> int:
+        sys.exit(0)
+
+    monkeypatch.setattr("treadle.cli.models.run", leaves)
+    done = treadle("models", "--json")
+    assert done.code == 1 and "SystemExit" in done.err
+    assert done.json["error"]["kind"] == "HarnessError"
+    recipe_that(workspace, "raise SystemExit(0)")
+    done = treadle("train", "odd.py")
+    assert done.code == 2 and "SystemExit" in done.err
+
+
 def test_a_reader_that_leaves_early_is_no_success_and_no_traceback() -> None:
     """`treadle ... | head -0`."""
     code = (

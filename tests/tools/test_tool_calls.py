@@ -80,6 +80,10 @@ def test_a_tool_that_raises_is_an_error_text() -> None:
     def leave_too() -> None:
         raise SystemExit(3)
 
+    async def close() -> None:
+        raise GeneratorExit
+
+    assert call(tool(close), "").text == "error: close raised GeneratorExit"
     assert call(tool(leave), "").text == "error: leave raised SystemExit: 3"
     assert call(tool(leave_too), "").text == "error: leave_too raised SystemExit: 3"
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import treadle
 from treadle.cli.output import print_json
-from treadle.errors import ConfigError, TreadleError, first_of
+from treadle.errors import ConfigError, HarnessError, Terminated, TreadleError, first_of, said
 
 COMMANDS = {
     "doctor": "what this machine has, and what Treadle does with it",
@@ -113,16 +113,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdin.reconfigure(errors="replace")
     as_json = "--json" in argv
     try:
-        args = parser().parse_args(argv)
+        try:
+            args = parser().parse_args(argv)
+        except SystemExit as end:  # --help, --version
+            return end.code if isinstance(end.code, int) else FAILED if end.code else 0
         _log(args.verbose)
         with _sigterm_unwinds():
             code = args.run(args) or 0
             sys.stdout.flush()
             return code
+    except Terminated:
+        print(_interrupted(argv), file=sys.stderr)
+        return TERMINATED
     except SystemExit as end:
-        if end.code == TERMINATED:
-            print(_interrupted(argv), file=sys.stderr)
-        return end.code if isinstance(end.code, int) else FAILED if end.code else 0
+        # Not our way to end: some code of the user's, which says nothing about the command.
+        error = HarnessError(
+            f"`treadle {args.command}` was ended from inside: SystemExit: {said(end)}",
+            hint="a recipe, task, tool, agent or reward called sys.exit(); let it return or raise",
+        )
+        error.__cause__ = end
+        return _fail(error, as_json=as_json, verbose="-v" in argv or "--verbose" in argv)
     except KeyboardInterrupt:
         print(_interrupted(argv), file=sys.stderr)
         return INTERRUPTED
@@ -164,13 +174,13 @@ def _interrupted(argv: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Within the block SIGTERM raises SystemExit(143), so that `with` blocks are left."""
+    """Within the block SIGTERM raises Terminated(143), so that `with` blocks are left."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
-        raise SystemExit(TERMINATED)
+        raise Terminated(TERMINATED)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

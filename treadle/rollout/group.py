@@ -1,7 +1,8 @@
 """A group: several trajectories of one task, run together and compared later.
 
 Guarantees: a bad trajectory is data and never holds up or spoils its siblings; only failures of
-the sampler are tried again, a bounded number of times that is recorded in `info["retries"]`; when
+the sampler are tried again, a bounded number of times that is recorded in `info["retries"]`, and
+  only where nobody outside has had the trajectory already; when
 a contract breaks or the group is cancelled, every sibling is stopped before the error goes on.
 
 Takes: a Task. Gives: a Group. Waits for: its trajectories, each of which is bounded.
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from treadle.config import RolloutConfig
 from treadle.harness import Harness
+from treadle.harness.types import Handed
 from treadle.render import Renderer
 from treadle.rollout.run import Grade, run_trajectory
 from treadle.tools import Tools
@@ -57,7 +59,10 @@ async def run_group(
                 grade=grade,
                 attempt=attempt,
             )
-            if attempt == MAX_RETRIES or not _sampler_failed(trajectory):
+            again = attempt < MAX_RETRIES and _sampler_failed(trajectory)
+            if isinstance(harness, Handed):
+                again = harness.again(trajectory, again)
+            if not again:
                 return replace(trajectory, info={**trajectory.info, "retries": attempt})
             attempt += 1
 

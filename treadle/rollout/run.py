@@ -20,7 +20,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from treadle.config import RolloutConfig
 from treadle.errors import (
@@ -31,6 +31,7 @@ from treadle.errors import (
     SamplerError,
     boundary,
     record,
+    said,
 )
 from treadle.harness import Chat, Harness, Limits
 from treadle.render import Renderer
@@ -162,9 +163,18 @@ async def _bounded(work: Coroutine[Any, Any, None], limit_s: float, chat: Chat) 
         error = HarnessError("the harness was cancelled from inside")
         if not task.cancelled():
             error = task.exception()
+        if _is_users(error):
+            raised = f"the harness raised {type(error).__name__}: {said(error)}"
+            error = HarnessError(raised).with_traceback(error.__traceback__)
     if isinstance(error, ContractError) or not isinstance(error, Exception | None):
         raise error
     return LimitExceeded(chat.end_reason) if late else error
+
+
+def _is_users(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Not an Exception, and none of ours: GeneratorExit, a test framework's own, and so on."""
+    ours = Exception | KeyboardInterrupt | SystemExit | BaseExceptionGroup
+    return error is not None and not isinstance(error, ours)
 
 
 async def _stop(task: asyncio.Future[None]) -> None:

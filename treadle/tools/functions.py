@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treadle.errors import ConfigError, ToolError, did_you_mean, said
+from treadle.errors import ConfigError, Terminated, ToolError, did_you_mean, said
 from treadle.tools.importing import import_object
 from treadle.tools.schema import BadArguments, arguments_of, docs_of, schema_of, signature_of
 
@@ -220,9 +220,9 @@ class _Raised(Exception):
 async def _attributed(fn: Callable[..., Any], values: dict[str, Any]) -> str:
     try:
         return _text(await fn(**values))
-    except ToolError:
+    except (ToolError, Terminated):
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit, BaseExceptionGroup) as error:
         raise _Raised(_first_line(error)) from error
 
 
