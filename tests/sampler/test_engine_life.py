@@ -491,3 +491,51 @@ def test_a_tokenizer_that_cannot_decode_fails_the_turn_that_needs_it_and_no_othe
             assert len((await turn(engine, "bad", given[1], opened=True)).ids) == 8
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": 1e-38},
+        {"temperature": -1.0},
+        {"stop": None},
+        {"stop": ("",)},
+        {"deadline_s": 10**400},
+    ],
+)
+def test_a_parameter_out_of_range_is_named_and_costs_nobody_anything(policy, bad):
+    (prompt,) = prompts(1, 40)
+
+    async def main():
+        with Engine(policy) as engine:
+            await turn(engine, "other", prompt, new=2)
+            with pytest.raises(ConfigError, match=f"`{next(iter(bad))}` must be"):
+                await turn(engine, "bad", [5], **bad)
+            done = await turn(engine, "other", [*prompt, 5], opened=True, new=2)
+            assert done.cached_tokens == 40
+
+    asyncio.run(main())
+
+
+def test_the_lowest_temperature_draws_what_greedy_does(policy):
+    (prompt,) = prompts(1)
+    cold, greedy = run_turns(
+        policy, [{"prompt": prompt, "temperature": t, "seed": 3} for t in (1e-6, 0.0)]
+    )
+    assert cold.ids == greedy.ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([5, 1.9], "got 1.9 at position 1 of 2"), (["5"], "got '5' at position 0"), (None, "None")],
+)
+def test_ids_that_are_no_integers_are_refused_and_not_rounded(policy, ids, message):
+    async def main():
+        with Engine(policy) as engine:
+            with pytest.raises(SamplerError, match=message):
+                await turn(engine, "s", ids)
+            with pytest.raises(SamplerError, match=message):
+                await engine.score(ids, 1)
+            assert len((await turn(engine, "s", torch.tensor([5, 6]), opened=True)).ids) == 8
+
+    asyncio.run(main())

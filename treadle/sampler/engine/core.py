@@ -40,7 +40,13 @@ from treadle.models.linear import Adapter
 from treadle.models.policy import Policy
 from treadle.sampler.engine.blocks import BLOCK, blocks_for
 from treadle.sampler.engine.kv import budget_blocks, can_release_memory
-from treadle.sampler.engine.scheduler import PREFILL_TOKENS, Turn, check_ids
+from treadle.sampler.engine.scheduler import (
+    MIN_TEMPERATURE,
+    PREFILL_TOKENS,
+    Turn,
+    as_ids,
+    check_ids,
+)
 from treadle.sampler.engine.stepper import EngineStats, OnPublish, Stepper, again, fail, fulfil
 from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, Scores
 
@@ -246,9 +252,10 @@ class Engine:
         Raises:
             ConfigError: a sampling parameter is out of range.
             SamplerError: the session is unknown or in the middle of a turn, the prompt is empty,
-                has an id outside of the vocabulary, or can never fit; or the engine died.
+                has an id that is no integer or outside of the vocabulary, or can never fit; or the
+                engine died.
         """
-        ids = tuple(int(i) for i in prompt)
+        ids = as_ids(prompt)
         self._stepper.scheduler.check(ids, params)
         if params.experts and not self._stepper.has_experts:
             raise SamplerError(
@@ -272,8 +279,9 @@ class Engine:
         """Teacher-forced logprobs under the served weights; see `Sampler`.
 
         Raises:
-            ConfigError: temperature is not a finite number > 0, or start is out of range.
-            SamplerError: an id is not in the vocabulary, or there are more ids than context.
+            ConfigError: temperature is not a finite number >= 1e-6, or start is out of range.
+            SamplerError: an id is no integer or not in the vocabulary, or there are more ids than
+                context.
         """
         given = self._check_score(ids, start, temperature)
         self._check_adapter(adapter)
@@ -302,7 +310,7 @@ class Engine:
         if not 0 <= top <= self._shape.vocab:
             raise ConfigError(f"`top` must be in 0..{self._shape.vocab}, got {top}")
         self._check_adapter(adapter)
-        wanted = [int(i) for i in labels]
+        wanted = list(as_ids(labels))
         if wanted:
             check_ids(wanted, self._shape.vocab)
         future = self._ask(
@@ -311,7 +319,7 @@ class Engine:
         return await self._answer(future, SWAP_LIMIT_S)
 
     def _check_score(self, ids: Sequence[int], start: int, temperature: float) -> list[int]:
-        given = [int(i) for i in ids]
+        given = list(as_ids(ids))
         check_ids(given, self._shape.vocab)
         if len(given) > self._shape.max_context:
             raise SamplerError(
@@ -319,8 +327,10 @@ class Engine:
             )
         if not 1 <= start <= len(given):
             raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ConfigError(f"`temperature` must be a finite number > 0, got {temperature!r}")
+        if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
+            raise ConfigError(
+                f"`temperature` must be a finite number >= {MIN_TEMPERATURE:g}, got {temperature!r}"
+            )
         return given
 
     async def release(self, session: str) -> None:

@@ -20,6 +20,7 @@ Takes: turns. Gives: pieces of them. Pure: no tensors, no clock of its own.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,6 +33,8 @@ from treadle.types import Completion, SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024
 """Prompt tokens of a step, by default: bounds its memory and how long running turns wait."""
+MIN_TEMPERATURE = 1e-6
+"""Above 0; logits divided by less need not be finite in float32."""
 MAX_TOP_K = 2**31 - 1
 """Larger than any vocabulary; more would not fit the integers of a batch."""
 
@@ -312,7 +315,12 @@ def check_params(params: SamplingParams) -> None:
     """Raises ConfigError naming the parameter, its value and the rule."""
     rules = (
         ("max_new_tokens", int, lambda v: v >= 1, "an integer >= 1"),
-        ("temperature", float, lambda v: v >= 0, "a finite number >= 0 (0 = greedy)"),
+        (
+            "temperature",
+            float,
+            lambda v: v == 0 or v >= MIN_TEMPERATURE,
+            f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
+        ),
         ("top_p", float, lambda v: 0 < v <= 1, "in (0, 1] (1 = off)"),
         ("top_k", int, lambda v: 0 <= v <= MAX_TOP_K, f"in 0..{MAX_TOP_K} (0 = off)"),
         ("seed", int, lambda v: True, "an integer"),
@@ -347,6 +355,27 @@ def _is_text(value: object) -> bool:
         return isinstance(value, str) and len(value.encode()) > 0
     except UnicodeEncodeError:
         return False
+
+
+def as_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids as Python's integers. Raises SamplerError when one is not an integer."""
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError:
+        raise SamplerError(
+            f"ids must be integers, got {_odd(ids)}", hint="encode text with the model's tokenizer"
+        ) from None
+
+
+def _odd(ids: object) -> str:
+    """The first of the ids that is no integer, and where it is."""
+    if isinstance(ids, Sequence):
+        for i, value in enumerate(ids):
+            try:
+                operator.index(value)
+            except TypeError:
+                return f"{value!r} at position {i} of {len(ids)}"
+    return repr(ids)
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
