@@ -10,15 +10,17 @@ import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.gateway.bench import renderer, sampler_of, until
+from tests.gateway.bench import recorder_of, renderer, sampler_of, until
 from treadle.config import RolloutConfig
 from treadle.errors import ConfigError, SamplerError, Terminated
+from treadle.gateway.server import Gateway
 from treadle.harness import command, external, harness_named
-from treadle.harness.external import Command
+from treadle.harness.external import Command, SharedGateway
 from treadle.rollout.run import run_trajectory
 from treadle.testing import Hang
 from treadle.tools import load_tools
@@ -44,7 +46,7 @@ def ask(base_url: str, *messages: str) -> str:
         raise
 
 
-def run(agent: Any, script: Any, **changes: Any) -> tuple[Trajectory, Any]:
+def run(agent: Any, script: Any, *, task: Task = TASK, **changes: Any) -> tuple[Trajectory, Any]:
     r = renderer()
     sampler = sampler_of(r, script)
     config = replace(RolloutConfig(max_new_tokens=50, time_limit_s=20.0), **changes)
@@ -54,7 +56,7 @@ def run(agent: Any, script: Any, **changes: Any) -> tuple[Trajectory, Any]:
 
     trajectory = asyncio.run(
         run_trajectory(
-            TASK,
+            task,
             0,
             0,
             sampler=sampler,
@@ -245,6 +247,64 @@ def test_places_in_a_command_are_filled_once() -> None:
     agent = command([sys.executable, "-c", PROGRAM, "{prompt}"])
     assert isinstance(agent, Command) and TASK.messages[0].content == "what is {api_key}?"
     assert run(agent, ["one", "two"])[0].status is Status.FINISHED
+
+
+def test_a_long_prompt_reaches_a_command_on_its_input() -> None:
+    """Linux refuses to start a program with a variable of 128 KiB."""
+    code = (
+        "import os, sys\n"
+        "assert len(sys.stdin.read()) == 200_000\n"
+        "raise SystemExit(9 if 'TREADLE_MESSAGES' not in os.environ else 1)"
+    )
+    long = replace(TASK, messages=(Message(role="user", content="x" * 200_000),))
+    trajectory, _ = run(command([sys.executable, "-c", code]), [], task=long)
+    assert trajectory.error is not None and "status 9" in trajectory.error.message
+
+
+def test_a_text_that_no_program_can_read_starts_none(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    agent = command([sys.executable, "-c", f"open({str(started)!r}, 'w')"])
+    broken = replace(TASK, messages=(Message(role="user", content="a\ud800b"),))
+    trajectory, _ = run(agent, [], task=broken)
+    assert trajectory.error is not None and trajectory.error.kind == "DataError"
+    assert "character 1" in trajectory.error.message and not started.exists()
+
+
+# ----------------------------------------------------------------------- the shared gateway
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_user_cancelled_while_the_gateway_starts_leaves_no_server(
+    ticks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Gateway] = []
+    start = Gateway.start
+
+    async def noted(self: Gateway) -> Gateway:
+        made.append(self)
+        return await start(self)
+
+    monkeypatch.setattr(Gateway, "start", noted)
+
+    async def main() -> None:
+        r = renderer()
+        shared = SharedGateway()
+
+        async def use() -> None:
+            recorder = recorder_of(sampler_of(r, []), r)
+            async with shared.session(SimpleNamespace(recorder=recorder, info={})):  # pyright: ignore
+                await asyncio.Event().wait()
+
+        using = asyncio.ensure_future(use())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait({using})
+        assert not shared.gateways and not shared.users
+        assert all(gateway._runner is None for gateway in made)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
 
 
 # ----------------------------------------------------------------------- names

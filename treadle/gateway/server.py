@@ -147,6 +147,9 @@ class Gateway:
                 + (f" and {self.unix_path}" if self.unix_path else "")
                 + f": {error}"
             ) from error
+        except BaseException:
+            await self.close()
+            raise
         self._port = self._runner.addresses[0][1]
         self._sweeper = asyncio.ensure_future(self._sweep())
         return self

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from treadle.errors import ConfigError, HarnessError, boundary
+from treadle.errors import ConfigError, DataError, HarnessError, boundary
 from treadle.gateway.recorder import Limits
 from treadle.harness.chat import Chat
 from treadle.harness.types import Harness
@@ -45,6 +45,9 @@ Agent = Callable[[Task, str, str], "Awaitable[object] | object"]
 
 OUTPUT_BYTES = 4000
 """Of a command's output, from its end, shown when it fails."""
+MESSAGES_BYTES = 120_000
+"""Of TREADLE_MESSAGES: Linux starts no program with a variable of 128 KiB or more. A task with
+more has its texts on standard input only."""
 POLL_S = 0.05
 """How often a running command is looked at."""
 KILL_LIMIT_S = 5.0
@@ -111,9 +114,9 @@ class SharedGateway:
             if not self.users[loop]:
                 del self.users[loop]
                 started = self.gateways.pop(loop, None)
-                failed = started is None or not started.done() or started.cancelled()
-                if started is not None and not failed and started.exception() is None:
-                    await started.result().close()
+                if started is not None:
+                    # In a task of its own: a second cancellation leaves no server behind either.
+                    await asyncio.shield(asyncio.ensure_future(_ended(started)))
 
     async def _gateway(self, loop: asyncio.AbstractEventLoop) -> Gateway:
         if loop not in self.gateways:
@@ -121,6 +124,13 @@ class SharedGateway:
 
             self.gateways[loop] = asyncio.ensure_future(Gateway().start())
         return await asyncio.shield(self.gateways[loop])
+
+
+async def _ended(started: asyncio.Future[Gateway]) -> None:
+    """Close a gateway. One that still starts is let: a socket that is being bound is nobody's."""
+    await asyncio.wait({started})
+    if not started.cancelled() and started.exception() is None:
+        await started.result().close()
 
 
 # --------------------------------------------------------------------------- commands
@@ -135,6 +145,14 @@ class Command:
 
     async def __call__(self, task: Task, base_url: str, api_key: str) -> None:
         prompt = "\n\n".join(m.content for m in task.messages)
+        try:
+            fed = prompt.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"task {task.id} cannot be given to `{self.argv[0]}`: its text has half a "
+                f"surrogate pair at character {error.start}",
+                hint="repair the task's text where it is read",
+            ) from None
         places = {"{prompt}": prompt, "{base_url}": base_url, "{api_key}": api_key}
         environment = os.environ | dict(self.env) | environment_of(task, base_url, api_key)
         process = await asyncio.create_subprocess_exec(
@@ -146,7 +164,7 @@ class Command:
             start_new_session=True,
         )
         output = bytearray()
-        feed = asyncio.ensure_future(_feed(process, prompt.encode()))
+        feed = asyncio.ensure_future(_feed(process, fed))
         drain = asyncio.ensure_future(_drain(process, output))
         try:
             # Not wait(): it also waits for whoever else holds the pipes open.
@@ -169,7 +187,7 @@ def command(argv: Sequence[str], *, env: dict[str, str] | None = None) -> Comman
         argv: `{prompt}`, `{base_url}` and `{api_key}` in it are replaced. The prompt (the texts
             of the task's messages) is also on standard input; addresses and keys are also in
             OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, the
-            messages in TREADLE_MESSAGES as JSON.
+            messages in TREADLE_MESSAGES as JSON, unless that is longer than MESSAGES_BYTES.
         env: further variables. Nothing of what grades the task is ever passed on.
     """
     if not argv:
@@ -179,15 +197,17 @@ def command(argv: Sequence[str], *, env: dict[str, str] | None = None) -> Comman
 
 def environment_of(task: Task, base_url: str, api_key: str) -> dict[str, str]:
     """Variables that point the usual clients at a session."""
-    messages = [{"role": m.role, "content": m.content} for m in task.messages]
-    return {
+    messages = json.dumps([{"role": m.role, "content": m.content} for m in task.messages])
+    variables = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
-        "TREADLE_MESSAGES": json.dumps(messages),
     }
+    if len(messages) <= MESSAGES_BYTES:
+        variables["TREADLE_MESSAGES"] = messages
+    return variables
 
 
 async def _feed(process: asyncio.subprocess.Process, prompt: bytes) -> None:
