@@ -130,8 +130,14 @@ def test_what_is_no_task_and_no_reward_is_refused(tmp_path: Path) -> None:
             task = Task(id="t", taskset="mine", messages=(Message(role="user", content="x"),))
             session = await run.sessions.open(task)
             assert session.task is task
-            with pytest.raises(DataError, match="finite"):
-                session.reward(float("nan"))
+            for bad in (float("nan"), "1", None, 10**400, 10**5000, 1j):
+                with pytest.raises(DataError, match="expected a finite number"):
+                    session.reward(bad)
+            with pytest.raises(DataError, match=r"`part` of session\.reward is '1'"):
+                session.reward(1.0, part="1")
+            for name in ("reward", "score"):
+                with pytest.raises(DataError, match=f"named `{name}`"):
+                    session.reward(1.0, **{name: 0.25})
             session.release()
             with pytest.raises(HarnessError, match="before it is released"):
                 session.reward(1.0)
@@ -265,5 +271,25 @@ def test_tasks_of_one_id_are_told_apart_by_task_set_and_question() -> None:
             for task in tasks:
                 assert (await sessions.open(task)).task is task
             assert len(groups) == 3
+
+    play(main())
+
+
+def test_a_session_handed_to_an_open_that_is_cancelled_goes_to_the_next() -> None:
+    async def main() -> None:
+        async with driven(closed(("none",))) as (sessions, groups):
+            opening = asyncio.ensure_future(sessions.open("q"))
+            offer = sessions._offer
+
+            def offer_and_cancel(shelf: Any, session: Any) -> None:
+                sessions._offer = offer
+                offer(shelf, session)
+                opening.cancel()
+
+            sessions._offer = offer_and_cancel
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            opened = [await sessions.open("q") for _ in range(3)]
+            assert len({session.api_key for session in opened}) == 3 and len(groups) == 1
 
     play(main())

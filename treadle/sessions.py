@@ -57,6 +57,7 @@ SETTLE_LIMIT_S = 3600.0
 TASKSET = "opened"
 
 _REWARD = "given_reward"
+_OWN_PARTS = ("reward", "score")
 
 
 @contextlib.asynccontextmanager
@@ -188,14 +189,20 @@ class OpenSession:
     _taken: bool = False
 
     def reward(self, value: float, **parts: float) -> None:
-        """Judge it, before its release; without, it is unscored. Named parts become metrics."""
+        """Judge it, before its release; without, it is unscored. Named parts become metrics.
+
+        Raises DataError: not a finite number, or a part of the name `reward` or `score`.
+        """
         if self._released.is_set():
             raise HarnessError("a session is judged before it is released")
+        for name in _OWN_PARTS:
+            if name in parts:
+                raise DataError(
+                    f"a part of session.reward is named `{name}`, which is the reward's own",
+                    hint="give the part another name",
+                )
         numbers = {"reward": value, **parts}
-        for name, number in numbers.items():
-            if not math.isfinite(number):
-                raise DataError(f"`{name}` is {number}, expected a finite number")
-        self._chat.info[_REWARD] = {k: float(v) for k, v in numbers.items()}
+        self._chat.info[_REWARD] = {k: _finite(k, v) for k, v in numbers.items()}
 
     def release(self) -> None:
         """The trajectory is done. Idempotent."""
@@ -277,6 +284,13 @@ class OpenSessions:
                 return waiter.result()
             self._check()
             raise HarnessError(f"no session could begin for {OPEN_LIMIT_S:g} s")
+        except asyncio.CancelledError:
+            # Handed over in this very tick: it goes to whoever opens next.
+            if waiter.done() and waiter.exception() is None:
+                session = waiter.result()
+                if not session._released.is_set():
+                    self._offer(shelf, session)
+            raise
         finally:
             if waiter in shelf.waiting:
                 shelf.waiting.remove(waiter)
@@ -361,6 +375,25 @@ class OpenSessions:
             return Reward(value=None)
         value = given.pop("reward")
         return Reward(value=value, parts={"score": value, **given})
+
+
+def _finite(name: str, value: object) -> float:
+    """A number of Python's, numpy's or torch's; a text is none, even one that spells a number."""
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    try:
+        shown = repr(value)[:80]
+    except ValueError:  # an integer with too many digits to print
+        shown = "too large to print"
+    raise DataError(
+        f"`{name}` of session.reward is {shown} ({type(value).__name__}), expected a finite number"
+    )
 
 
 def _as_task(task: Task | str) -> Task:
