@@ -132,9 +132,9 @@ def test_what_is_no_task_and_no_reward_is_refused(tmp_path: Path) -> None:
             assert session.task is task
             for bad in (float("nan"), "1", None, 10**400, 10**5000, 1j):
                 with pytest.raises(DataError, match="expected a finite number"):
-                    session.reward(bad)
+                    session.reward(bad)  # pyright: ignore[reportArgumentType]
             with pytest.raises(DataError, match=r"`part` of session\.reward is '1'"):
-                session.reward(1.0, part="1")
+                session.reward(1.0, part="1")  # pyright: ignore[reportArgumentType]
             for name in ("reward", "score"):
                 with pytest.raises(DataError, match=f"named `{name}`"):
                     session.reward(1.0, **{name: 0.25})

@@ -14,6 +14,7 @@ import pytest
 from tests.gateway.bench import bench, play, recorder_of, renderer
 from treadle.errors import SamplerError
 from treadle.gateway.server import Gateway
+from treadle.render import Renderer
 from treadle.sampler.router import (
     NoPlace,
     NoReplica,
@@ -25,6 +26,7 @@ from treadle.sampler.router import (
 )
 from treadle.sampler.simulated import CostModel, SimulatedEngine
 from treadle.schedule.routing import Caps
+from treadle.types import Status
 
 PATHS = ("chat/completions", "responses", "messages", "completions")
 INSTANT = CostModel(
@@ -172,5 +174,57 @@ def test_a_real_router_without_replicas_or_places_is_told_and_recovers() -> None
             await gateway.sessions.close(session)
             stats = router.stats()
             assert (stats.sessions, stats.placed, stats.orphans, engine.kv_used) == (0, 0, 0, 0)
+
+    play(main())
+
+
+def test_a_request_that_is_refused_before_its_turn_is_counted_too() -> None:
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    bad = [
+        ("chat/completions", {"messages": [picture]}),
+        ("chat/completions", body_of("chat/completions", n=2)),
+        ("chat/completions", b"no JSON"),
+        ("messages", {"messages": "x"}),
+        ("messages/count_tokens", {"messages": "x"}),
+        ("nothing/here", {}),
+    ]
+
+    async def main() -> None:
+        async with bench(["fine", "fine"]) as b:
+            for number, (path, body) in enumerate(bad, 1):
+                status, _ = await b.post(path, body)
+                assert 400 <= status < 500 and b.session.counts["refused"] == number
+            for tokens, expected in ((9, 200), (7, 400)):
+                body = body_of("chat/completions", max_tokens=tokens)
+                key = {"idempotency-key": "k"}
+                status, _ = await b.post("chat/completions", body, headers=key)
+                assert status == expected
+            assert b.session.info()["refused"] == len(bad) + 1
+
+    play(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_time_limit_that_passes_while_a_prompt_is_rendered_is_the_time_limit(
+    stream: bool,
+) -> None:
+    class Slow(Renderer):
+        def prompt(self, *given: Any, **named: Any) -> tuple[int, ...]:
+            late.limits = replace(late.limits, deadline=0.0)
+            return super().prompt(*given, **named)
+
+    late: Any = None
+
+    async def main() -> None:
+        nonlocal late
+        async with bench(["never"]) as b:
+            tokenizer = b.renderer.template.tokenizer
+            late = b.recorder
+            late.renderer = Slow(tokenizer, [tokenizer.eos_token_id])
+            body = body_of("chat/completions", stream=stream)
+            status, reply = await b.post("chat/completions", body)
+            assert status == 504 and "time limit" in reply["error"]["message"]
+            assert b.recorder.ended is Status.ABORTED and not b.sampler.log
+            assert b.session.counts["refused"] == 1
 
     play(main())

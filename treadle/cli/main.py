@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         # Not our way to end: some code of the user's, which says nothing about the command.
         error = HarnessError(
-            f"`treadle {next(iter(argv), '')}` was ended from inside: SystemExit: {said(end)}",
+            f"the command was ended from inside: SystemExit: {said(end)}",
             hint="a recipe, task, tool, agent or reward called sys.exit(); let it return or raise",
         )
         error.__cause__ = end

@@ -271,13 +271,19 @@ class Recorder:
                 prompt=prompt_tokens,
                 limit=self.limits.max_context,
             )
+        left_s = self.time_left()
+        if left_s <= 0:
+            raise self.end(
+                Status.ABORTED,
+                f"time limit reached while the prompt of turn {self.started + 1} was rendered",
+            )
         params = self.sampling(self.started)
         wanted = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         return replace(
             params,
             max_new_tokens=min(params.max_new_tokens, wanted, room),
             stop=(*params.stop, *(s for s in stop if s not in params.stop)),
-            deadline_s=min(params.deadline_s, self.time_left()),
+            deadline_s=min(params.deadline_s, left_s),
         )
 
     def _observe(self, added: tuple[int, ...], parent: int | None, new: tuple[Message, ...]) -> int:

@@ -221,6 +221,18 @@ class Gateway:
         if tail in ("", "health"):
             return await self._send(request, 200, self._health(), {})
         session = self.sessions.find(key, addressed=request.path.startswith("/s/"))
+        try:
+            return await self._serve(request, dialect, session, tail)
+        except (ConnectionError, _Gone):
+            raise
+        except Exception:
+            session.counts["refused"] += 1
+            raise
+
+    async def _serve(
+        self, request: web.BaseRequest, dialect: Dialect, session: Session, tail: str
+    ) -> web.StreamResponse:
+        """Raises RequestError; `_route` counts what is raised."""
         if tail == "models" or tail.startswith("models/"):
             return await self._send(request, 200, _models(session, tail), {})
         if tail not in DIALECTS and tail != messages.COUNT_PATH:
@@ -279,6 +291,7 @@ class Gateway:
                 raise
             if isinstance(error, Overflow):
                 error.message = dialect.context_message(error.prompt, error.limit)
+            session.counts["refused"] += 1
             await self._write(request, reply, dialect.error_event(error), last=True)
             return reply
         await self._write(request, reply, frames, last=True)

@@ -160,7 +160,6 @@ class Session:
             raise RequestError(self.closed, status=410, code="session_closed")
 
     def _refusal(self, error: TreadleError) -> RequestError:
-        self.counts["refused"] += 1
         return refusal(error, out_of_time=self.recorder.ended is Status.ABORTED)
 
     # ----------------------------------------------------------------------- resends
