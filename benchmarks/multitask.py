@@ -15,8 +15,10 @@ of 4 samples of each held-out question at temperature 1, after training.
 Rows are appended to results/multitask.jsonl, one per (setting, seed, commit), rank in the setting.
 
 Figures, per rank over the latest row of each seed:
-- multitask.gap_points.rank_R: separate minus joint accuracy in points of 100, of the worse set,
-  mean over the seeds; 2 or less is what interleaving without forgetting means here;
+- multitask.gap_points.rank_R: separate minus joint accuracy in points of 100, mean over the seeds,
+  of the worse set; 2 or less is what interleaving without forgetting means here. The worse set is
+  chosen after the mean: chosen in each seed, noise alone would make a gap;
+- multitask.gap_error_points.rank_R: standard error of that mean, from the spread over the seeds;
 - multitask.joint.rank_R, multitask.separate.rank_R: mean accuracy over both sets and the seeds;
 - multitask.before: the same before any training;
 - multitask.seeds: seeds that have a row at every rank.
@@ -32,7 +34,7 @@ import tempfile
 import time
 from hashlib import blake2b
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.common import RESULTS, commit, finish, say
@@ -157,8 +159,14 @@ def measure(rank: int, seed: int) -> dict[str, Any]:
         "before": before,
         "separate": separate,
         "joint": joint,
-        "gap_points": 100 * max(separate[name] - joint[name] for name in FAMILIES),
     }
+
+
+def gap(of: list[dict[str, Any]]) -> tuple[float, float]:
+    """Separate minus joint of the worse set in points, and its standard error over the seeds."""
+    gaps = {n: [100 * (row["separate"][n] - row["joint"][n]) for row in of] for n in FAMILIES}
+    worst = max(gaps.values(), key=fmean)
+    return fmean(worst), stdev(worst) / len(worst) ** 0.5 if len(worst) > 1 else float("nan")
 
 
 def rows() -> list[dict[str, Any]]:
@@ -190,7 +198,10 @@ def main() -> int:
     for rank in RANKS:
         of = [row for row in table if row["rank"] == rank]
         if of:
-            figures[f"multitask.gap_points.rank_{rank}"] = fmean(row["gap_points"] for row in of)
+            points, error = gap(of)
+            figures[f"multitask.gap_points.rank_{rank}"] = points
+            if len(of) > 1:
+                figures[f"multitask.gap_error_points.rank_{rank}"] = error
             for side in ("separate", "joint"):
                 mean = fmean(fmean(row[side].values()) for row in of)
                 figures[f"multitask.{side}.rank_{rank}"] = mean
