@@ -279,6 +279,23 @@ def test_two_sets_of_one_run_are_not_drawn_in_the_same_order() -> None:
     assert ids[0] != ids[1]
 
 
+@pytest.mark.parametrize("minimum", [0, 1])
+def test_a_set_of_ratio_0_is_never_drawn(minimum: int) -> None:
+    cfgs = [
+        TasksConfig(source="a"),
+        TasksConfig(source="b", ratio=0),
+        TasksConfig(source="c", ratio=3, minimum=minimum),
+    ]
+    mix = Mix([Numbers(cfg.source, 50) for cfg in cfgs], [cfg.ratio for cfg in cfgs])
+    draws = Draws(mix, cfgs, groups_per_step=4)
+    names = []
+    for ordinal in range(16):
+        assert draws.ready(ordinal)
+        names.append(draws.task(ordinal).taskset)
+        draws.ended(ordinal, Ended(dropped=False))
+    assert (names.count("a"), names.count("b"), names.count("c")) == (4, 0, 12)
+
+
 def test_a_curriculum_needs_a_set_that_can_be_counted_and_rates_that_make_sense() -> None:
     cfg = TasksConfig(source="a", curriculum=CurriculumConfig())
     with pytest.raises(ConfigError, match=r"tasks\.0\.curriculum.*can be counted"):

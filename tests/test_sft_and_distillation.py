@@ -21,11 +21,11 @@ from treadle.config import (
     TeacherConfig,
 )
 from treadle.errors import ConfigError, DataError
+from treadle.models.lora import save_merged
 from treadle.store import Store
 from treadle.tasks.rollouts import Rollouts
 from treadle.weights.checkpoint import load_latest
-
-WORDS = ["a", "bc", "def"]
+from treadle.weights.restore import open_policy
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +225,21 @@ def test_sources_and_algorithms_that_do_not_fit_are_refused(sources):
 
 
 @pytest.fixture(scope="module")
-def teacher(sources, tmp_path_factory):
+def warm(sources, tmp_path_factory):
+    """A model that says "ok" now and then, after one step of SFT."""
+    folder = tmp_path_factory.mktemp("warm")
+    many = RolloutConfig(groups_per_step=16, max_new_tokens=6)
+    run_config(small(TasksConfig(source=sources[0]), steps=1, rollout=many), folder / "run")
+    save_merged(open_policy(folder / "run").policy, folder / "model")
+    return ModelConfig(name=str(folder / "model"), lora=None, dtype="float32", max_context=96)
+
+
+@pytest.fixture(scope="module")
+def teacher(sources, warm, tmp_path_factory):
     """A run that learnt to say "ok"."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
-    config = small(
-        TasksConfig(source=sources[0]),
-        steps=10,
-        rollout=RolloutConfig(groups_per_step=16, max_new_tokens=6),
-    )
+    many = RolloutConfig(groups_per_step=16, max_new_tokens=6)
+    config = small(TasksConfig(source=sources[0]), steps=8, rollout=many, model=warm)
     run_config(config, run_dir)
     return run_dir
 
@@ -252,20 +259,20 @@ def test_a_teacher_that_equals_the_student_moves_nothing(sources, tmp_path):
     assert {a for r in rows for a, t in zip(r.advantages, r.trained, strict=True) if t} == {0.0}
 
 
-def test_a_sharper_teacher_is_approached(sources, teacher, tmp_path):
-    """KL(student || teacher) at what the student samples falls to less than half."""
+def test_a_sharper_teacher_is_approached(sources, warm, teacher, tmp_path):
+    """KL(student || teacher) at what the student samples falls over 30 steps."""
     config = distilling(
         sources,
         teacher,
-        steps=50,
-        learn=LearnConfig(algorithm="distill", lr=1e-2, teacher=TeacherConfig(source=str(teacher))),
+        steps=30,
+        model=warm,
         rollout=RolloutConfig(group_size=8, groups_per_step=4, max_new_tokens=4),
     )
     run_config(config, tmp_path / "run")
     kl = Run(tmp_path / "run").results()["train"]["teacher_kl_nats"]
-    assert kl[0] > 3 and sum(kl[-5:]) / 5 < 0.5 * kl[0], kl
+    assert kl[0] > 1 and sum(kl[-5:]) / 5 < 0.2 * kl[0], kl
     with Store.open(tmp_path / "run", readonly=True) as store:
-        assert store.info().provenance["teacher"].source == "run run, step 10"
+        assert store.info().provenance["teacher"].source == "run run, step 8"
         assert len(store.info().provenance["teacher"].sha256) == 64
 
 

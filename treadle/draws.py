@@ -120,9 +120,10 @@ class Draws:
             self._lessons[source] = _Lesson(rule, size, int.from_bytes(key, "big"))
         self.plain = not (any(self._minima) or self._lessons)
         """`mix` alone decides."""
-        shares = iter(weights([cfg.ratio for cfg in cfgs if cfg.ratio]) if cfgs else ())
-        self._weights = [next(shares) if cfg.ratio else 0 for cfg in cfgs]
-        """0 = never trained on."""
+        self._drawn = [s for s, cfg in enumerate(cfgs) if cfg.ratio > 0]
+        of_drawn = weights([cfgs[s].ratio for s in self._drawn]) if self._drawn else ()
+        self._weights = dict(zip(self._drawn, of_drawn, strict=True))
+        """By task set; those that are only evaluated have none."""
         self._counts = [0] * len(cfgs)
         self._slots: list[tuple[int, int]] = []
         """Task set and visit of each ordinal."""
@@ -249,7 +250,7 @@ class Draws:
     def _source(self, ordinal: int) -> int:
         """The task set of the next draw."""
         window = self._window
-        live = [s for s, w in enumerate(self._weights) if w and not self._is_exhausted(s)]
+        live = [s for s in self._drawn if not self._is_exhausted(s)]
         if not live:
             num = sum(len(x.retired) for x in self._lessons.values())
             raise DataError(

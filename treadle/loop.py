@@ -517,6 +517,8 @@ class Controller:
         keep = self.config.learn.spread_keep
         by_set: dict[str, list[Group]] = {}
         for group in groups if keep else ():
+            if group.demonstrated or self._distils(group):  # rewards are not what teaches
+                continue
             by_set.setdefault(group.task.taskset, []).append(group)
         out: dict[int, str] = {}
         for name, of_set in by_set.items():
@@ -627,7 +629,7 @@ class Controller:
             | (group_stats(rollouts) if rollouts else {})
             | baseline_metrics(rollouts, self._state.baselines)
             | self._credit
-            | self._by_taskset(everything, rollouts)
+            | self._by_taskset(everything, groups)
             | {
                 "groups/trained": float(len(groups)),
                 "groups/dropped": float(sum(bool(reason) for _, reason in recent)),

@@ -108,7 +108,7 @@ def test_the_change_of_weights_is_by_kind_of_layer(model):
     found = {k.kind: k for k in weight_change(a, b)}
     moved = found["self_attn.q_proj"]
     deltas = [
-        (y - x).double()
+        (y - x).detach().double()
         for (name, x), y in zip(a.parameters().items(), b.parameters().values(), strict=True)
         if "q_proj" in name
     ]

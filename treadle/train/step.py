@@ -53,7 +53,8 @@ NO_SAMPLES = (
 )
 NO_ADVANTAGE = (
     "all advantages are 0: in every group the rewards are equal, so nothing is better than "
-    "anything else. Make the tasks easier or harder, or the reward finer"
+    "anything else (and a teacher, where there is one, agrees with the policy). Make the tasks "
+    "easier or harder, or the reward finer"
 )
 ALL_REJECTED = (
     "every row was rejected by learn.correction: sampler and trainer disagree more than its bounds "
