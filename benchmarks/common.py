@@ -52,14 +52,16 @@ def finish(
 
 
 def commit() -> str:
-    """Of the checkout that is measured; with a "+" where it has changes of its own."""
+    """Of the checkout that is measured; with a "+" where it has changes of its own. Results do not
+    count: a benchmark that appends rows changes them."""
 
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", *args], capture_output=True, text=True, check=True, cwd=RESULTS
         ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    changed = git("status", "--porcelain", "--", ":/", f":(exclude){RESULTS}")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def best_gemm_flops(seconds: float = 1.0) -> float:
