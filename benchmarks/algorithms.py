@@ -37,9 +37,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ from treadle import machine
 
 machine.tune()
 
-from benchmarks.common import RESULTS, commit, finish, say
+from benchmarks.common import RESULTS, commit, finish, in_processes, say
 
 NAME = "algorithms"
 ROWS = RESULTS / f"{NAME}.jsonl"
@@ -230,7 +228,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="every row that is missing")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
@@ -246,12 +244,11 @@ def main() -> int:
         else [one for one in everything if one[0] in SAMPLE and one[2] == SEEDS[0]]
     )
     cores = len(os.sched_getaffinity(0))
-    with (
-        tempfile.TemporaryDirectory() as model,
-        ProcessPoolExecutor(cores, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool,
-    ):
-        pool.submit(base, Path(model)).result()
-        for row in pool.map(_measured, [(model, *one) for one in wanted]):
+    with tempfile.TemporaryDirectory() as model:
+        if wanted:
+            list(in_processes(base, [Path(model)], workers=1))
+        what = [(model, *one) for one in wanted]
+        for row in in_processes(_measured, what, workers=cores):
             with ROWS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             say(

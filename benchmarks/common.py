@@ -15,19 +15,39 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle import machine
 
 RESULTS = Path(__file__).parent / "results"
 VENVS = Path(__file__).parent / ".venvs"
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def in_processes(function: Callable[[T], R], items: Sequence[T], *, workers: int) -> Iterator[R]:
+    """What a function of this module's caller gives for each item, as they are ready. Processes
+    serve a few items each, so what one leaves behind does not grow.
+
+    New pools rather than `max_tasks_per_child`, with which the executor of Python 3.11 stops for
+    ever once its first workers have left.
+    """
+    several = 4 * workers
+    for first in range(0, len(items), several):
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(function, item) for item in items[first : first + several]]
+            for future in as_completed(futures):
+                yield future.result()
 
 
 def finish(

@@ -211,7 +211,7 @@ def figures(table: dict[tuple[str, int], dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="every seed without a row")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
