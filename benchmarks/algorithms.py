@@ -39,6 +39,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from treadle import machine
@@ -181,8 +182,7 @@ def measure(model: str, algorithm: str, family: str, seed: int) -> dict[str, Any
         with Store.open(run_dir, readonly=True) as store:
             for row in store.evals(finished=True):
                 by_question = scores_of(row)["strict"].values()
-                means = [sum(s) / len(s) for s in by_question]
-                curve[row.step] = sum(means) / len(means)
+                curve[row.step] = fmean(fmean(s or 0.0 for s in each) for each in by_question)
             last = store.steps()[-1].metrics
     steps = sorted(curve)
     area = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in itertools.pairwise(steps))

@@ -1,27 +1,30 @@
 """Two task sets in one LoRA against one LoRA each: what interleaving costs.
 
-    python -m benchmarks.multitask --json           # rank 1, seed 0 again: three runs
-    python -m benchmarks.multitask --full --json    # every rank and seed that has no row yet
+    python -m benchmarks.multitask --json                     # tiny, rank 1, seed 0 again: 3 runs
+    python -m benchmarks.multitask --full --json              # tiny: every row that is missing
+    python -m benchmarks.multitask --model smollm2 --json     # SmolLM2-135M, rank 8, once
 
 CPU budget: a run of 60 steps of 8 x 8 rollouts of tiny-pretrained takes about 25 s on two free
-cores. A row is three runs (additions alone, reversals alone, both), so a row takes about 80 s and
-all six (ranks 1 and 8, seeds 0, 1, 2) about 8 minutes.
+cores. A row is three runs (one family alone, the other alone, both), so a row takes about 80 s and
+all six (ranks 1 and 8, seeds 0, 1, 2) about 8 minutes. SmolLM2: 120 steps of 128 rollouts in all,
+about 12 minutes.
 
-Additions and reversals are those of `treadle.train.pretrain`; 50 and 80 questions are held out. The
-joint run makes twice the steps of a separate one, so that each set has as many groups in both: the
-comparison is of one adapter with two of the same rank, at equal data. Accuracy is the strict score
-of 4 samples of each held-out question at temperature 1, after training.
+The tiny model has additions and reversals, those of `treadle.train.pretrain`; 50 and 80 questions
+are held out. SmolLM2 has chain_sum and gcd of reasoning-gym, 80 each. The joint run makes twice the
+steps of a separate one, so that each set has as many groups in both: the comparison is of one
+adapter with two of the same rank, at equal data. Accuracy is the strict score of 4 samples of each
+held-out question at temperature 1, after training.
 
 Rows are appended to results/multitask.jsonl, one per (setting, seed, commit), rank in the setting.
 
-Figures, per rank over the latest row of each seed:
-- multitask.gap_points.rank_R: separate minus joint accuracy in points of 100, mean over the seeds,
-  of the worse set; 2 or less is what interleaving without forgetting means here. The worse set is
-  chosen after the mean: chosen in each seed, noise alone would make a gap;
-- multitask.gap_error_points.rank_R: standard error of that mean, from the spread over the seeds;
-- multitask.joint.rank_R, multitask.separate.rank_R: mean accuracy over both sets and the seeds;
-- multitask.before: the same before any training;
-- multitask.seeds: seeds that have a row at every rank.
+Figures, per model and rank over the latest row of each seed:
+- multitask.MODEL.gap_points.rank_R: separate minus joint accuracy in points of 100, mean over the
+  seeds, of the worse set; 2 or less is what interleaving without forgetting means here. The worse
+  set is chosen after the mean: chosen in each seed, noise alone would make a gap;
+- multitask.MODEL.gap_error_points.rank_R: standard error of that mean, from the spread over seeds;
+- multitask.MODEL.joint.rank_R, .separate.rank_R: mean accuracy over both sets and the seeds;
+- multitask.MODEL.before: the same before any training;
+- multitask.MODEL.seeds: seeds that have a row at every rank.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, stdev
@@ -39,15 +44,31 @@ from typing import Any
 
 from benchmarks.common import RESULTS, commit, finish, say
 from benchmarks.recipe_gain import chosen
+from treadle.config import (
+    EvalConfig,
+    LearnConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StoreConfig,
+    TasksConfig,
+    to_dict,
+)
 
 NAME = "multitask"
 ROWS = RESULTS / f"{NAME}.jsonl"
-RANKS = (1, 8)
 SEEDS = (0, 1, 2)
-STEPS = 60
+RANKS = {"tiny": (1, 8), "smollm2": (8,)}
+FAMILIES = {"tiny": ("additions", "reversals"), "smollm2": ("chain_sum", "gcd")}
+STEPS = {"tiny": 60, "smollm2": 30}
 """Of a separate run; the joint one has twice as many."""
 
-FAMILIES = ("additions", "reversals")
+SYSTEM = "You are a calculator. Reply with the answer only."
+OPTIONS = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 30},
+}
 
 
 def write_tasks(folder: Path) -> dict[str, Path]:
@@ -57,11 +78,12 @@ def write_tasks(folder: Path) -> dict[str, Path]:
     """
     from treadle.train.pretrain import problem
 
-    found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
+    names = FAMILIES["tiny"]
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
     index = 0
     while len(found["additions"]) < 100 or len(found["reversals"]) < 400:
         question, answer = problem(index, seed=1)
-        of = found[FAMILIES[index % 2]]
+        of = found[names[index % 2]]
         if len(of) < 400:
             of[question] = answer
         index += 1
@@ -78,42 +100,46 @@ def write_tasks(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def config(paths: dict[str, Path], names: tuple[str, ...], rank: int, seed: int) -> Any:
-    from treadle.config import (
-        EvalConfig,
-        LearnConfig,
-        LoraConfig,
-        ModelConfig,
-        RolloutConfig,
-        RunConfig,
-        StoreConfig,
-        TasksConfig,
-    )
-
-    steps = STEPS * len(names)
-    return RunConfig(
+def config(
+    model: str, paths: dict[str, Path], names: tuple[str, ...], rank: int, seed: int
+) -> RunConfig:
+    steps = STEPS[model] * len(names)
+    both = RunConfig(
         name=NAME,
         steps=steps,
         seed=seed,
-        model=ModelConfig(
-            name="tiny-pretrained",
-            dtype="float32",
-            max_context=128,
-            lora=LoraConfig(rank=rank, alpha=2.0 * rank),
-        ),
-        tasks=tuple(TasksConfig(source=f"jsonl:{paths[name]}") for name in names),
         rollout=RolloutConfig(group_size=8, groups_per_step=8, max_new_tokens=8),
-        learn=LearnConfig(lr=3e-3),
         eval=EvalConfig(questions=80, samples=4, split="val"),
         store=StoreConfig(checkpoint_every=steps),
     )
+    lora = LoraConfig(rank=rank, alpha=2.0 * rank)
+    if model == "tiny":
+        return replace(
+            both,
+            model=ModelConfig(name="tiny-pretrained", dtype="float32", max_context=128, lora=lora),
+            tasks=tuple(TasksConfig(source=f"jsonl:{paths[name]}") for name in names),
+            learn=LearnConfig(lr=3e-3),
+        )
+    return replace(
+        both,
+        model=ModelConfig(name="smollm2-135m", max_context=256, lora=lora),
+        tasks=tuple(
+            TasksConfig(
+                source=f"reasoning_gym:{name}",
+                options=dict(OPTIONS[name]),
+                system=SYSTEM,
+                reward="treadle.reward.builtin:shaped",
+            )
+            for name in names
+        ),
+        rollout=RolloutConfig(group_size=16, groups_per_step=8, max_new_tokens=12),
+        learn=LearnConfig(advantage="grpo", lr=2e-4, warmup_steps=3),
+    )
 
 
-def setting(rank: int) -> str:
-    from treadle.config import RunConfig, TasksConfig, to_dict
-
-    names = {name: Path(f"{name}.jsonl") for name in FAMILIES}
-    tree = to_dict(config(names, FAMILIES, rank, 0))
+def setting(model: str, rank: int) -> str:
+    names = {name: Path(f"{name}.jsonl") for name in FAMILIES[model]}
+    tree = to_dict(config(model, names, FAMILIES[model], rank, 0))
     tree["tasks"] = [chosen(tasks, to_dict(TasksConfig())) for tasks in tree["tasks"]]
     # Options of later code, left at their defaults, are not part of it.
     found = chosen(tree, to_dict(RunConfig()))
@@ -134,24 +160,25 @@ def accuracy(run: Path, names: tuple[str, ...], step: int) -> dict[str, float]:
     return out
 
 
-def measure(rank: int, seed: int) -> dict[str, Any]:
+def measure(model: str, rank: int, seed: int) -> dict[str, Any]:
     from treadle.api import run_config
 
-    started = time.perf_counter()
+    names, started = FAMILIES[model], time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        paths = write_tasks(Path(scratch))
+        paths = write_tasks(Path(scratch)) if model == "tiny" else {}
         separate: dict[str, float] = {}
         before: dict[str, float] = {}
-        for name in FAMILIES:
-            wanted = config(paths, (name,), rank, seed)
+        for name in names:
+            wanted = config(model, paths, (name,), rank, seed)
             run_config(wanted, Path(scratch) / name)
             separate |= accuracy(Path(scratch) / name, (name,), wanted.steps)
             before |= accuracy(Path(scratch) / name, (name,), 0)
-        wanted = config(paths, FAMILIES, rank, seed)
+        wanted = config(model, paths, names, rank, seed)
         run_config(wanted, Path(scratch) / "joint")
-        joint = accuracy(Path(scratch) / "joint", FAMILIES, wanted.steps)
+        joint = accuracy(Path(scratch) / "joint", names, wanted.steps)
     return {
-        "setting": setting(rank),
+        "setting": setting(model, rank),
+        "model": model,
         "rank": rank,
         "seed": seed,
         "commit": commit(),
@@ -162,9 +189,9 @@ def measure(rank: int, seed: int) -> dict[str, Any]:
     }
 
 
-def gap(of: list[dict[str, Any]]) -> tuple[float, float]:
+def gap(of: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Separate minus joint of the worse set in points, and its standard error over the seeds."""
-    gaps = {n: [100 * (row["separate"][n] - row["joint"][n]) for row in of] for n in FAMILIES}
+    gaps = {n: [100 * (row["separate"][n] - row["joint"][n]) for row in of] for n in of[0]["joint"]}
     worst = max(gaps.values(), key=fmean)
     return fmean(worst), stdev(worst) / len(worst) ** 0.5 if len(worst) > 1 else float("nan")
 
@@ -173,38 +200,55 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
+def figures_of(model: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Of the present setting of one model; empty where it has no rows."""
+    now = {setting(model, rank) for rank in RANKS[model]}
+    latest = {(row["rank"], row["seed"]): row for row in rows() if row["setting"] in now}
+    table = [latest[key] for key in sorted(latest)]
+    if not table:
+        return {}, []
+    whole = [s for s in SEEDS if all((rank, s) in latest for rank in RANKS[model])]
+    key = f"{NAME}.{model}"
+    figures: dict[str, float] = {
+        f"{key}.seeds": len(whole),
+        f"{key}.before": fmean(fmean(row["before"].values()) for row in table),
+    }
+    for rank in RANKS[model]:
+        of = [row for row in table if row["rank"] == rank]
+        if of:
+            points, error = gap(of)
+            figures[f"{key}.gap_points.rank_{rank}"] = points
+            if len(of) > 1:
+                figures[f"{key}.gap_error_points.rank_{rank}"] = error
+            for side in ("separate", "joint"):
+                mean = fmean(fmean(row[side].values()) for row in of)
+                figures[f"{key}.{side}.rank_{rank}"] = mean
+    return figures, table
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=sorted(RANKS), default="tiny")
     parser.add_argument("--full", action="store_true", help="every rank and seed without a row")
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
 
-    now = {setting(rank): rank for rank in RANKS}
+    model: str = args.model
+    now = {setting(model, rank) for rank in RANKS[model]}
     have = {(row["rank"], row["seed"]) for row in rows() if row["setting"] in now}
-    wanted = [(rank, seed) for seed in SEEDS for rank in RANKS]
+    wanted = [(rank, seed) for seed in SEEDS for rank in RANKS[model]]
     for rank, seed in [w for w in wanted if w not in have] if args.full else wanted[:1]:
-        say(f"rank {rank}, seed {seed}: a minute or two")
-        row = measure(rank, seed)
+        say(f"{model}, rank {rank}, seed {seed}: minutes")
+        row = measure(model, rank, seed)
         with ROWS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         say(f"  separate {row['separate']}, joint {row['joint']}")
-    latest = {(row["rank"], row["seed"]): row for row in rows() if row["setting"] in now}
-    table = [latest[key] for key in sorted(latest)]
-    whole = [s for s in SEEDS if all((rank, s) in latest for rank in RANKS)]
-    figures: dict[str, float] = {
-        "multitask.seeds": len(whole),
-        "multitask.before": fmean(fmean(row["before"].values()) for row in table),
-    }
-    for rank in RANKS:
-        of = [row for row in table if row["rank"] == rank]
-        if of:
-            points, error = gap(of)
-            figures[f"multitask.gap_points.rank_{rank}"] = points
-            if len(of) > 1:
-                figures[f"multitask.gap_error_points.rank_{rank}"] = error
-            for side in ("separate", "joint"):
-                mean = fmean(fmean(row[side].values()) for row in of)
-                figures[f"multitask.{side}.rank_{rank}"] = mean
+    figures: dict[str, float] = {}
+    table: list[dict[str, Any]] = []
+    for each in RANKS:
+        found, of = figures_of(each)
+        figures |= found
+        table += of
     finish(NAME, figures, {"rows": table})
     return 0
 

@@ -33,7 +33,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, finish, say
+from benchmarks.common import RESULTS, commit, finish, say
 
 NAME = "sft_rl_distill"
 ROWS = RESULTS / f"{NAME}.jsonl"
@@ -96,15 +96,6 @@ def settings() -> dict[str, Any]:
 
 def setting() -> str:
     return blake2b(json.dumps(settings(), sort_keys=True).encode(), digest_size=6).hexdigest()
-
-
-def commit() -> str:
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], capture_output=True, text=True, check=True, cwd=RESULTS
-        ).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
 
 
 def train(method: str, seed: int, folder: Path) -> float:
