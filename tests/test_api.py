@@ -11,6 +11,7 @@ import treadle as td
 from tests.test_loop import letters, small, tasks  # noqa: F401 - a fixture
 from treadle.api import check_provenance, reward_provenance, run_config
 from treadle.errors import ConfigError
+from treadle.models.load import load
 from treadle.store import Store
 from treadle.types import Provenance
 
@@ -51,6 +52,8 @@ def test_train_takes_what_is_not_named_from_the_config(tasks, tmp_path):  # noqa
         assert len(store.steps()) == 2
     assert "steps" in run.report()
     assert json.dumps(run.results())
+    merged = run.export(tmp_path / "merged", form="merged")
+    assert load(str(merged), max_context=64).path == merged
 
 
 def test_train_shows_the_progress_of_the_command_line_unless_told_not_to(

@@ -186,6 +186,20 @@ class Run:
 
         return as_text(self.results())
 
+    def export(self, out_dir: str | Path, *, form: Literal["peft", "merged"] | None = None) -> Path:
+        """Write the newest checkpoint for others, with a model card.
+
+        Args:
+            out_dir: new or empty.
+            form: "peft" = an adapter, "merged" = a plain Hugging Face directory, which `model=` of
+                another run takes; None = the adapter where the run trained one.
+
+        Raises StoreError, ModelError, WeightsError: see `treadle.weights.export.export_run`.
+        """
+        from treadle.weights.export import export_run
+
+        return export_run(self.path, out_dir, form=form).path
+
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
