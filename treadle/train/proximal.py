@@ -39,8 +39,9 @@ from treadle.train.forward import TrainablePolicy, forward
 from treadle.types import Sample
 
 LORA_SHARE = 1 / 8
-"""Of the groups, where none is set. Forward and backward take about three times as long as a
-forward: an eighth costs about 4% of the training."""
+"""Of the groups, where none is set. A forward is about half of a step with LoRA, so an eighth costs
+a sixteenth of it, and a merge of the adapter per version. SmolLM2-135M, 64 rows of 80 tokens, one
+older version, on two busy cores: 7 to 24% of the step, median 11%."""
 
 METRICS: dict[str, str] = {
     "time/proximal_s": "wall clock of scoring tokens by the older weights that sampled them "
