@@ -132,6 +132,29 @@ def test_each_token_is_scored_by_its_own_version_and_current_ones_by_none(
             assert np.allclose(sample.prox_logprobs, wanted, atol=1e-6, equal_nan=True)
 
 
+def test_turns_of_one_row_are_scored_each_by_its_own_version(
+    policy: ToyPolicy, draw_step: Draw
+) -> None:
+    samples = draw_step(policy)
+    row = next(s for s in samples if sum(s.trained) == 5)
+    start, last = row.trained.index(True), len(row.ids) - 1
+    trained = tuple(x and t != start + 2 for t, x in enumerate(row.trained))  # an observation
+    versions = tuple(0 if t < start + 2 else 1 for t in range(len(row.ids)))
+    row = replace(
+        row,
+        trained=trained,
+        versions=tuple(v if x else -1 for v, x in zip(versions, trained, strict=True)),
+    )
+    trainer, then = trainer_of(policy), []
+    for step in range(2):
+        then.append(scored(policy, [row])[0])
+        trainer.step(samples, step=step)
+    (measured,), _ = trainer.measured([row], version=2)
+    assert same(measured.prox_logprobs[: start + 2], then[0][: start + 2])
+    assert same(measured.prox_logprobs[start + 2 :], then[1][start + 2 :])
+    assert then[0][last] != then[1][last] and then[0][start] != then[1][start]
+
+
 def test_what_a_publication_overtook_is_left_out(policy: ToyPolicy, draw_step: Draw) -> None:
     """Its prefix is of older weights than itself: neither the one nor the other reproduces it."""
     samples = draw_step(policy)
