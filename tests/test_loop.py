@@ -1,13 +1,14 @@
 """The controller on a tiny model: what it commits, proves, refuses and restores."""
 
 import json
+import math
 import re
 import traceback
 from dataclasses import replace
 
 import pytest
 
-from treadle.api import run_config
+from treadle.api import load_model, policy_of, run_config
 from treadle.config import (
     CorrectionConfig,
     CriticConfig,
@@ -24,6 +25,8 @@ from treadle.config import (
 )
 from treadle.errors import ConfigError, ContractError, DataError, StoreError
 from treadle.store import Store
+from treadle.train import Trainer
+from treadle.weights.restore import open_policy
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +251,54 @@ def test_steps_after_the_last_checkpoint_are_applied_again_from_stored_samples(
             for a, b in zip(whole.steps(), parts.steps(), strict=True):
                 assert a.metrics["loss/total"] == b.metrics["loss/total"]
                 assert a.metrics["grad/norm"] == b.metrics["grad/norm"]
+
+
+def test_old_groups_are_measured_by_the_weights_that_sampled_them_and_stored_so(tasks, tmp_path):
+    """eta 2: engine and trainer agree to rounding by the same weights, however far these moved; and
+    the whole run, made again from its stored samples alone, ends with the same bits."""
+    config = small(
+        tasks,
+        steps=6,
+        learn=LearnConfig(lr=1e-2, algorithm="decoupled_ppo", mismatch_share=1.0),
+        schedule=ScheduleConfig(eta=2, max_lag=2),
+    )
+    run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        steps = [(s.metrics, store.samples_of_step(s.step)) for s in store.steps()]
+    old = 0
+    for version, (metrics, samples) in enumerate(steps):
+        trained = [
+            (v, late, math.isfinite(prox))
+            for s in samples
+            for t, v, late, prox in zip(
+                s.trained,
+                s.versions,
+                s.overtaken or (False,) * len(s.ids),
+                s.prox_logprobs or (math.nan,) * len(s.ids),
+                strict=True,
+            )
+            if t
+        ]
+        assert all(known == (v < version and not late) for v, late, known in trained)
+        whole = sum(not late for _, late, _ in trained) / len(trained)
+        assert metrics["mismatch/measured_frac"] == pytest.approx(whole)
+        assert metrics["mismatch/k3_nats"] < 1e-8
+        assert ("time/proximal_s" in metrics) == any(known for *_, known in trained)
+        if any(known for *_, known in trained):
+            old += 1
+            assert metrics["staleness/k3_nats"] > 1e-6 > 100 * metrics["mismatch/k3_nats"]
+    assert old >= 2
+
+    found = {}
+    for stored in (True, False):
+        policy = policy_of(load_model(config.model), config)
+        trainer = Trainer(policy, config.learn, seed=config.seed)
+        for i, (_, samples) in enumerate(steps):
+            rows = samples if stored else [replace(s, prox_logprobs=()) for s in samples]
+            trainer.step(rows, step=i)
+        found[stored] = policy.fingerprint()
+    assert found[True] == open_policy(tmp_path / "run").policy.fingerprint()
+    assert found[False] != found[True], "a correction takes what was measured"
 
 
 def test_controllers_go_on_with_the_same_bits_after_a_crash(tasks, tmp_path):

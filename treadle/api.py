@@ -428,6 +428,7 @@ async def _parts(
     from treadle.tasks.mix import names_of
     from treadle.tools import load_tools
     from treadle.train import Trainer
+    from treadle.train.proximal import proximal_of
     from treadle.train.terms import check_terms
     from treadle.weights.publish import Publisher
 
@@ -475,6 +476,7 @@ async def _parts(
                         seed=config.seed,
                         algorithms=algorithms,
                         value_trunk=value_trunk_of(loaded, config),
+                        proximal=proximal_of(policy, config),
                     ),
                     publisher=Publisher(),
                     mix=mix,

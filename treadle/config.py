@@ -565,6 +565,10 @@ class LearnConfig:
     parity_stop: float = 0.0
     """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
     0 = the bound of the compute dtype in train/parity.py."""
+    mismatch_share: float | None = None
+    """Share of the groups of older weights whose mismatch is measured, apart from staleness, by
+    scoring them with the weights that sampled them; 0 = none. null = 1/8 with LoRA, and 0 in full
+    fine-tuning, where each of schedule.max_lag versions is a copy of the model."""
     max_nan_steps: int = 3
     """Consecutive non-finite steps that end the run."""
 
@@ -577,6 +581,8 @@ class LearnConfig:
         _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
         _require(self.max_nan_steps >= 1, "learn.max_nan_steps", self.max_nan_steps, ">= 1")
         _require(self.parity_stop >= 0, "learn.parity_stop", self.parity_stop, ">= 0")
+        share = self.mismatch_share
+        _require(share is None or 0 <= share <= 1, "learn.mismatch_share", share, "in [0, 1]")
         _require(self.weight_decay >= 0, "learn.weight_decay", self.weight_decay, ">= 0")
         _require(all(0 <= b < 1 for b in self.betas), "learn.betas", self.betas, "in [0, 1)")
 

@@ -530,6 +530,9 @@ class Controller:
     async def _train(self, groups: Sequence[Group]) -> tuple[StepResult, list[Any]]:
         state, step = self._state, self._state.step
         samples, taught = await self._samples(groups)
+        samples, timed = await asyncio.to_thread(
+            self.parts.trainer.measured, samples, version=state.version
+        )
         # A turn that an update overtook has KV of older weights: it differs rightly.
         versions = {v for sample in samples for v in sample.versions if v >= 0}
         current = versions == {state.version}
@@ -541,7 +544,7 @@ class Controller:
             guard=current and state.guards < GUARDED_STEPS,
         )
         state.guards += result.parity is not None
-        result = replace(result, metrics=result.metrics | taught)
+        result = replace(result, metrics=result.metrics | taught | timed)
         if result.skipped:
             self.store.add_event("skipped step", {"step": step + 1, "reason": result.reason})
             log.warning("step %d was skipped: %s", step + 1, result.reason)

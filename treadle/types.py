@@ -517,6 +517,10 @@ class Sample:
     prox_logprobs: tuple[float, ...] = ()
     """The trainer's own log-probabilities, in nats, by the weights that sampled each token; NaN
     where untrained or not measured. () = not measured at all."""
+    overtaken: tuple[bool, ...] = ()
+    """overtaken[t]: new weights were published between the start of the turn and ids[t], so that
+    its prefix is of older weights than the token: no one version reproduces its probability.
+    False where untrained. () = no token was."""
 
 
 # --------------------------------------------------------------------------- layouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -108,6 +109,25 @@ def test_untrained_positions_hold_nan_and_version_minus_one() -> None:
     assert [math.isnan(x) for x in row.logprobs] == [True, False, True]
     assert [math.isnan(x) for x in row.advantages] == [True, False, True]
     assert row.versions == (-1, 3, -1)
+
+
+def test_tokens_of_a_turn_that_new_weights_overtook_are_marked() -> None:
+    """A later turn is computed anew: it begins under its own version, whatever came before."""
+    crossed = replace(sampled(1, 0, 3, 4, 5), versions=(6, 6, 7))
+    later = replace(sampled(3, 2, 6, 7), versions=(7, 7))
+    (row,) = rows(trajectory(given(0, None, 1, 2), crossed, given(2, 1, 5), later))
+    assert row.versions == (-1, -1, 6, 6, 7, -1, 7, 7)
+    assert row.overtaken == (False, False, False, False, True, False, False, False)
+    (plain,) = rows(trajectory(given(2, None, 1), later))
+    assert plain.overtaken == ()
+
+
+def test_the_begin_of_a_turn_counts_also_where_credit_took_it_out_of_the_mask() -> None:
+    crossed = replace(sampled(1, 0, 3, 4, 5), versions=(6, 7, 7))
+    whole = trajectory(given(0, None, 1), crossed)
+    (row,) = samples([group(whole)], {"0/0": {0: (NAN,), 1: (NAN, 1.0, 1.0)}})
+    assert row.versions == (-1, -1, 7, 7)
+    assert row.overtaken == (False, False, True, True)
 
 
 def test_a_node_shared_by_two_branches_is_trained_in_the_first_alone() -> None:

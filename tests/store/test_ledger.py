@@ -108,7 +108,7 @@ def test_the_order_of_samples_is_the_trainers(store):
 
 
 def test_what_differs_from_token_to_token_is_kept_and_what_does_not_is_one_number(store):
-    """Credit by turn, the trainer's own logprobs and the task set come back bit for bit."""
+    """Credit by turn, the trainer's own logprobs, marks and the task set come back bit for bit."""
     store.start_group(0, make_task(0))
     group = make_group(0)
     store.publish_group(group)
@@ -123,6 +123,7 @@ def test_what_differs_from_token_to_token_is_kept_and_what_does_not_is_one_numbe
             for i in range(len(varied.ids))
         ),
         taskset="add#2",
+        overtaken=tuple(i == places[-1] for i in range(len(varied.ids))),
     )
     store.commit_step(1, version=1, ordinals=[0], samples=[plain, varied], metrics={})
     assert store.samples_of_step(1) == [plain, varied]

@@ -100,6 +100,19 @@ class ToyPolicy:
         finally:
             self._parameters = now
 
+    def moment(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @contextmanager
+    def at(self, moment: dict[str, Tensor]) -> Iterator[None]:
+        now = self._parameters
+        self._parameters = moment
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._parameters = now
+
     # ------------------------------------------------------------------ for the tests
 
     @torch.no_grad()

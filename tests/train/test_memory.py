@@ -41,6 +41,7 @@ def estimate(
     reference: bool = False,
     critic: CriticConfig | None = None,
     step_tokens: int = 0,
+    versions: int = 0,
 ) -> MemoryEstimate:
     return estimate_memory(
         shape,
@@ -51,6 +52,7 @@ def estimate(
         reference=reference,
         critic=critic,
         step_tokens=step_tokens,
+        versions=versions,
     )
 
 
@@ -81,6 +83,11 @@ def test_adapter_parameters_are_counted_as_the_policy_makes_them(tmp_path: Path)
     policy = Policy(loaded, lora=LoraConfig(rank=3), dtype=torch.float32)
     count = sum(p.numel() for p in policy.parameters().values())
     assert lora_parameters(loaded.shape, 3) == count
+
+
+def test_versions_that_are_kept_are_adapters_or_whole_models() -> None:
+    assert estimate(versions=4).total - estimate().total == 4 * 4 * 2_442_240
+    assert estimate(versions=4, lora=None).parts["versions"] == 4 * 2 * 134_515_008
 
 
 def test_activations_grow_with_the_token_budget_and_with_nothing_else() -> None:

@@ -138,7 +138,10 @@ def test_every_metric_is_documented(policy: Any, draw_step: Draw) -> None:
         name
         for name in METRICS
         if name.startswith(
-            ("correction/", "entropy/", "kl/", "loss/kl", "loss/entropy", "value/", "time/critic")
+            (
+                *("correction/", "entropy/", "kl/", "loss/kl", "loss/entropy", "value/"),
+                *("time/critic", "time/proximal"),
+            )
         )
     }
     assert set(result.metrics) == set(METRICS) - sometimes

@@ -60,6 +60,8 @@ class MicroBatch:
     """[n] sampling temperature."""
     version: NDArray[np.int64]
     """[n] policy version that sampled the target; -1 for demonstrations."""
+    overtaken: NDArray[np.bool_]
+    """[n] its prefix is in part of older weights than itself, as `Sample.overtaken`."""
     row: NDArray[np.int64]
     """[n] index of the target's sample in the sequence that was packed."""
     sequence: NDArray[np.int64]
@@ -184,6 +186,7 @@ def _micro_batch(
         prox=floats([s.prox_logprobs or (math.nan,) * len(s.ids) for s in chosen]),
         temperature=per_row([sample.temperature for sample in chosen]),
         version=ints([sample.versions for sample in chosen]),
+        overtaken=ints([s.overtaken or (False,) * len(s.ids) for s in chosen]).astype(np.bool_),
         row=np.repeat(np.asarray(rows, dtype=np.int64), counts),
         sequence=np.repeat(np.arange(len(rows), dtype=np.int64), counts),
         position=np.concatenate(trained).astype(np.int64),
@@ -196,11 +199,12 @@ def _prompt(sample: Sample) -> tuple[int, ...]:
 
 def _check(sample: Sample) -> None:
     fields = (sample.ids, sample.trained, sample.logprobs, sample.versions, sample.advantages)
-    lengths = [len(x) for x in (*fields, *([sample.prox_logprobs] if sample.prox_logprobs else []))]
+    optional = [x for x in (sample.prox_logprobs, sample.overtaken) if x]
+    lengths = [len(x) for x in (*fields, *optional)]
     if len(set(lengths)) != 1:
         raise ContractError(
             f"sample of trajectory {sample.trajectory_id}: ids, trained, logprobs, versions, "
-            f"advantages (and prox_logprobs) have lengths {lengths}, expected one length"
+            f"advantages (and prox_logprobs, overtaken) have lengths {lengths}, expected one length"
         )
     if not any(sample.trained):
         raise ContractError(

@@ -4,6 +4,7 @@ Guarantees:
 - a row is the concatenation of its branch's nodes, id by id; nothing is encoded again;
 - a node that several branches share is trained in the first of them only; later branches carry its
   tokens as context (untrained, so NaN as logprob and advantage and -1 as version);
+- a turn begins under one version; its trained tokens of later ones are marked as overtaken;
 - a token whose own advantage is NaN was taken out of the mask, and is context too;
 - a trajectory outside `Group.scored` gives no row, nor does a branch with nothing left to train;
 - of a demonstration the rows are made alike, without logprobs and versions, each with advantage 1.
@@ -104,6 +105,7 @@ def _rows(
         logprobs: list[float] = []
         versions: list[int] = []
         advantages: list[float] = []
+        overtaken: list[bool] = []
         for node in branch:
             values = by_node[node.id]
             fresh = [
@@ -115,6 +117,8 @@ def _rows(
             logprobs += [x if t else math.nan for x, t in zip(node.logprobs, fresh, strict=True)]
             versions += [v if t else -1 for v, t in zip(node.versions, fresh, strict=True)]
             advantages += [a if t else math.nan for a, t in zip(values, fresh, strict=True)]
+            began = next((v for v in node.versions if v >= 0), -1)
+            overtaken += [t and v != began for v, t in zip(node.versions, fresh, strict=True)]
         seen.update(node.id for node in branch)
         if not any(trained):
             continue
@@ -133,4 +137,5 @@ def _rows(
             advantages=tuple(advantages),
             temperature=temperature,
             taskset=trajectory.task.taskset,
+            overtaken=tuple(overtaken) if any(overtaken) else (),
         )

@@ -249,6 +249,7 @@ def _memory(
 ) -> dict[str, Any]:
     """Bytes at the peak by part; the KV cache holds the rows that are decoded at once."""
     from treadle.train.memory import estimate_memory
+    from treadle.train.proximal import kept_versions
 
     step = _step(config, tasks)
     prompt = max(t["prompt_tokens_max"] for t in tasks)
@@ -266,6 +267,7 @@ def _memory(
         reference=config.learn.kl is not None,
         critic=config.learn.critic,
         step_tokens=step["sampled_tokens_max"],
+        versions=kept_versions(config),
     )
     parts = dict(estimate.parts)
     if config.learn.teacher is not None:  # taken to be as large as the model: masters and copies

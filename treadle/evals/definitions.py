@@ -132,6 +132,7 @@ _FACTS: dict[str, tuple[str, str]] = {
     "value/grad_norm": ("1", "steady"),
     "value/actor_frozen": ("0 or 1", "-"),
     "time/critic_s": ("s", "down"),
+    "time/proximal_s": ("s", "down"),
     "mismatch/measured_frac": ("share", "1"),
     "mismatch/rho_mean": ("1", "1"),
     "mismatch/rho_min": ("1", "up"),

@@ -7,6 +7,7 @@ Guarantees:
 - a merged weight is W + s B A in fp32, rounded once: updates smaller than the rounding of W
   still move it in the right direction on average, because the fp32 base lies off the bf16 grid;
 - the model was proven equal to the library's when it was taken over (see proof.py);
+- what it computed at a moment it can compute again, bit for bit, with its own weights untouched;
 - the reference policy is what the policy was at `freeze_reference`: with LoRA the base model, or
   the base with a copy of an adapter that was trained before, made on use; in full fine-tuning the
   compute copies of that moment, kept.
@@ -45,6 +46,10 @@ from treadle.models.linear import (
 )
 from treadle.models.load import LoadedModel
 from treadle.types import Layout, ModelShape
+
+Moment = Adapter | PlainWeights
+"""What a policy computed at one moment: a copy of its adapter, or, in full fine-tuning, the compute
+copies of all weights. Nothing overwrites its tensors."""
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before a module's name in its files."""
@@ -165,19 +170,27 @@ class Policy:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the compute copies from the masters; call it after each optimiser step."""
-        tensors = dict(self._frozen if self._frozen is not None else self._compute_others())
-        fused: dict[tuple[str, ...], Fused] = {}
-        for unit in self._units:
-            fused[unit] = f = self._merge(unit)
-            for name, (start, stop) in zip(unit, f.bounds(), strict=True):
-                tensors[f"{name}.weight"] = f.weight[start:stop]
-                if f.bias is not None:
-                    tensors[f"{name}.bias"] = f.bias[start:stop]
+        tensors, fused = self._merged(self._pairs)
         if self.lora is not None:
             self._weights = LoraWeights(tensors, fused, self._pairs, self.scale)
         else:
             self._weights = FullWeights(tensors, fused, self._base)
         self._versions = self._current_versions()
+
+    def _merged(
+        self, pairs: Mapping[str, LoraPair]
+    ) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Fused]]:
+        """Compute copies of everything with these adapters, as new tensors: `tensors` and `fused`
+        of PlainWeights."""
+        tensors = dict(self._frozen if self._frozen is not None else self._compute_others())
+        fused: dict[tuple[str, ...], Fused] = {}
+        for unit in self._units:
+            fused[unit] = f = self._merge(unit, pairs)
+            for name, (start, stop) in zip(unit, f.bounds(), strict=True):
+                tensors[f"{name}.weight"] = f.weight[start:stop]
+                if f.bias is not None:
+                    tensors[f"{name}.bias"] = f.bias[start:stop]
+        return tensors, fused
 
     def _compute_others(self) -> dict[str, Tensor]:
         """Everything that is not a linear. Copied when it is trained, so that it never aliases."""
@@ -213,16 +226,9 @@ class Policy:
         """
         if self._frozen is None:
             raise ModelError("full fine-tuning keeps no base below the weights that it trains")
-        fused = {unit: self._merge(unit, adapted=False) for unit in self._units}
-        tensors = dict(self._frozen)
-        for f in fused.values():
-            for name, (start, stop) in zip(f.names, f.bounds(), strict=True):
-                tensors[f"{name}.weight"] = f.weight[start:stop]
-                if f.bias is not None:
-                    tensors[f"{name}.bias"] = f.bias[start:stop]
-        return PlainWeights(tensors, fused)
+        return PlainWeights(*self._merged({}))
 
-    def _merge(self, names: tuple[str, ...], *, adapted: bool = True) -> Fused:
+    def _merge(self, names: tuple[str, ...], pairs: Mapping[str, LoraPair]) -> Fused:
         sizes = tuple(self._base[f"{n}.weight"].shape[0] for n in names)
         width = self._base[f"{names[0]}.weight"].shape[1]
         weight = torch.empty(sum(sizes), width, dtype=self.dtype, device=self.device)
@@ -230,15 +236,17 @@ class Policy:
         bias = torch.cat([b.detach() for b in biases]).to(self.dtype) if biases else None
         fused = Fused(names, weight, bias, sizes)
         for name, (start, stop) in zip(names, fused.bounds(), strict=True):
-            base = self._base[f"{name}.weight"].detach()
-            weight[start:stop].copy_(self.merged(name) if adapted else base)
+            weight[start:stop].copy_(self._sum(name, pairs))
         return fused
 
     @torch.no_grad()
     def merged(self, name: str) -> Tensor:
         """W + s B A of one linear in fp32 [out, in], from the masters; a new tensor with LoRA."""
+        return self._sum(name, self._pairs)
+
+    def _sum(self, name: str, pairs: Mapping[str, LoraPair]) -> Tensor:
         base = self._base[f"{name}.weight"].detach()
-        pair = self._pairs.get(name)
+        pair = pairs.get(name)
         return base if pair is None else torch.addmm(base, pair.b, pair.a, alpha=self.scale)
 
     def _current_versions(self) -> list[int]:
@@ -357,6 +365,29 @@ class Policy:
             )
         with torch.no_grad(), self._instead(self._reference):
             yield
+
+    @torch.no_grad()
+    def moment(self) -> Moment:
+        """What the policy computes now, for `at`. LoRA copies the adapter; full fine-tuning copies
+        nothing, but its compute copies, which an update replaces, live as long as the moment.
+
+        Raises:
+            ContractError: `refresh` was not called after a step.
+        """
+        self._check_fresh()
+        if self.lora is None:
+            return PlainWeights(self._weights.tensors, self._weights.fused)
+        return self.adapter()
+
+    @contextmanager
+    def at(self, moment: Moment) -> Iterator[None]:
+        """The policy of a moment, for forwards of this thread; without gradients, and with the bits
+        that they had then. LoRA merges the adapter anew: the compute copies of one more model."""
+        with torch.no_grad():
+            if isinstance(moment, Adapter):
+                moment = PlainWeights(*self._merged(moment.pairs))
+            with self._instead(moment):
+                yield
 
     @contextmanager
     def _instead(self, weights: forward.Weights) -> Iterator[None]:

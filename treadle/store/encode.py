@@ -223,11 +223,12 @@ def unpack_trajectory(blob: bytes, task: Task, where: str) -> Trajectory:
 
 
 def pack_tokens(tokens: Mapping[str, Sequence[Any]]) -> bytes:
-    """Some of a sample's fields ids, trained, logprobs, versions, advantages and prox_logprobs."""
+    """Some of a sample's fields ids, trained, logprobs, versions, advantages, prox_logprobs and
+    overtaken."""
     arrays = _Writer()
     floats, ints = arrays.floats, arrays.ints
     kinds = {"ids": ints, "trained": arrays.bools, "logprobs": floats, "versions": ints}
-    kinds |= {"advantages": floats, "prox_logprobs": floats}
+    kinds |= {"advantages": floats, "prox_logprobs": floats, "overtaken": arrays.bools}
     return arrays.close(dumps({name: kinds[name](values) for name, values in tokens.items()}))
 
 

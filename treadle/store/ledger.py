@@ -241,6 +241,8 @@ def _put_samples(
             tokens["advantages"] = sample.advantages
         if sample.prox_logprobs:
             tokens["prox_logprobs"] = sample.prox_logprobs
+        if sample.overtaken:
+            tokens["overtaken"] = sample.overtaken
         data = encode.pack_tokens(tokens) if tokens else None
         # One number says it all unless the tokens differ; then it is their mean, for people.
         mean = math.fsum(values) / len(values) if "advantages" in tokens else values[0]

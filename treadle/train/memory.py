@@ -35,7 +35,8 @@ class MemoryEstimate:
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes by part, all alive at the peak: `runtime`, `masters` (float32 weights), `compute`
     (merged weights that the trainer uses), `reference` (frozen weights of a KL term), `critic` (its
-    weights, gradients, moments and kept hidden states), `engine` (the sampler's own copy),
+    weights, gradients, moments and kept hidden states), `versions` (older weights by which mismatch
+    is measured), `engine` (the sampler's own copy),
     `optimizer` (adapters, gradients and moments), `kv_cache`, `activations`,
     `transient`, and `heap` (free memory that malloc keeps, see machine/heap.py)."""
 
@@ -54,6 +55,7 @@ def estimate_memory(
     reference: bool = False,
     critic: CriticConfig | None = None,
     step_tokens: int = 0,
+    versions: int = 0,
 ) -> MemoryEstimate:
     """Bytes at the peak: in a backward pass, or in a publication, whichever is larger.
 
@@ -66,6 +68,8 @@ def estimate_memory(
         critic: a model of its own needs compute copies, and masters in full fine-tuning; its
             passes are not those of the policy, so they share `activations`.
         step_tokens: trained tokens of a step, whose hidden states a critic's head keeps.
+        versions: older weights that are kept: adapters in float32, or compute copies of all weights
+            in full fine-tuning. Measuring by them takes what a publication takes.
         engine_kv_tokens: positions whose keys and values the engine holds at once, e.g. live rows
             times their length plus one prompt per group.
 
@@ -103,6 +107,8 @@ def estimate_memory(
             "compute": size * copied,
             "reference": size * shape.parameters if reference and lora is None else 0,
             "critic": _critic(shape, lora, critic, size, copied, step_tokens),
+            "versions": versions
+            * (size * shape.parameters if lora is None else 4 * lora_parameters(shape, lora.rank)),
             "engine": size * (in_linears + min(others, shape.vocab * shape.hidden)),
             "optimizer": optimizer,
             "kv_cache": 2 * shape.layers * keys * size * engine_kv_tokens,

@@ -21,6 +21,7 @@ from treadle.train.kl import METRICS as KL
 from treadle.train.mismatch import METRICS as MISMATCH
 from treadle.train.mismatch import mismatch_metrics
 from treadle.train.optim import Update
+from treadle.train.proximal import METRICS as PROXIMAL
 from treadle.train.terms import METRICS as TERMS
 
 Scored = tuple[MicroBatch, NDArray[np.float32]]
@@ -65,6 +66,7 @@ METRICS: dict[str, str] = {
     **KL,
     **TERMS,
     **MISMATCH,
+    **PROXIMAL,
     **CRITIC,
     "time/critic_s": "wall clock of the critic: values, advantages and its updates",
     "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
@@ -80,7 +82,7 @@ METRICS: dict[str, str] = {
 }
 """What docs/metrics.md prints. Absent from a step: demonstrations, corrections, controllers, KL
 terms and critics it does not have, gradients of a step in which a critic learnt alone, factors
-that were not measured, parity of a step that was not guarded."""
+that were not measured or took no forward of their own, parity of a step that was not guarded."""
 
 
 class Sums:

@@ -4,16 +4,18 @@
     staleness   r   = pi / prox   the weights have moved
 
 Both need prox, the trainer's log-probability by the weights that sampled a token. For a token of
-lag 0 these are the step's own weights, so the step's forward measures it; for an older one it must
-have been measured when it was sampled (`Sample.prox_logprobs`). Where it was not, the token is in
-neither statistic, and `mismatch/measured_frac` says how many are.
+lag 0 these are the step's own weights, so the step's forward measures it; for an older one they
+were asked once more (`Sample.prox_logprobs`, proximal.py). Where they were not, and where new
+weights overtook the turn, the token is in neither statistic, and `mismatch/measured_frac` says how
+many are.
 
-Takes: scored micro-batches. Gives: metrics; nothing at all where nothing was measured.
+Takes: scored micro-batches. Gives: metrics, nothing at all where nothing was measured; an alarm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +25,15 @@ from treadle.batch import MicroBatch
 MAX_LOG_RATIO = 20.0
 """Nats; as in the losses."""
 
+ALARM_NATS = 0.05
+ALARM_STEPS = 5
+"""A mismatch k3 above ALARM_NATS in so many measured steps in a row raises an alarm. Rounding alone
+stays below 1e-3 in bfloat16, and far below that in float32 (docs/parity.md)."""
+
 METRICS: dict[str, str] = {
     "mismatch/measured_frac": "share of the sampled trained tokens whose log-probability the "
-    "trainer knows by the very weights that sampled them: all at lag 0",
+    "trainer knows by the very weights that sampled them: all at lag 0, of older tokens those of "
+    "the groups that learn.mismatch_share chose; without turns that an update overtook",
     "mismatch/rho_mean": "mean of rho = trainer's over sampler's probability by the same weights, "
     "over measured tokens",
     "mismatch/rho_min": "smallest of these",
@@ -41,7 +49,7 @@ METRICS: dict[str, str] = {
 
 def prox_of(micro: MicroBatch, logp: NDArray[np.float32], version: int) -> NDArray[np.float32]:
     """log prox [n] in nats; NaN where it was not measured."""
-    return np.where(micro.version == version, logp, micro.prox)
+    return np.where((micro.version == version) & ~micro.overtaken, logp, micro.prox)
 
 
 def mismatch_metrics(
@@ -76,6 +84,36 @@ def mismatch_metrics(
         "staleness/ratio_max": float(r.max()),
         "staleness/k3_nats": _k3(log_r),
     }
+
+
+class Watch:
+    """Tells of a mismatch that stays large: sampler and trainer do not compute the same model."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def measure(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
+        """Alarms as sentences. A step that measured nothing neither counts nor ends a count."""
+        k3 = metrics.get("mismatch/k3_nats")
+        if k3 is None:
+            return ()
+        self._steps = self._steps + 1 if k3 > ALARM_NATS else 0
+        if self._steps != ALARM_STEPS:
+            return ()
+        return (
+            f"by the same weights, sampler and trainer were more than {ALARM_NATS:g} nats apart in "
+            f"{ALARM_STEPS} measured steps in a row (mismatch/k3_nats {k3:.3g}, mismatch/rho_max "
+            f"{metrics['mismatch/rho_max']:.3g}): what is trained is not what sampled. Look for "
+            "another dtype or temperature on one side, or bound it with learn.correction",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._steps = int(state["steps"])
 
 
 def _clamped(log_ratio: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

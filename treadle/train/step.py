@@ -14,6 +14,7 @@ Guarantees:
   reason, weights and moments untouched; several non-finite steps in a row end the run;
 - random operations of the forward are a function of (seed, step);
 - controllers (entropy, KL) move once per applied step, and are part of the state;
+- the weights that a step begins with are remembered as its version, where mismatch is measured;
 - with a critic the samples bring outcomes, and every call makes their advantages anew; while it
   warms up, and where all advantages are 0, it learns alone.
 
@@ -40,10 +41,12 @@ from treadle.schedule.lag import token_lags
 from treadle.train.critic import Critic
 from treadle.train.forward import TrainablePolicy, forward
 from treadle.train.metrics import Scored, Sums, step_metrics
+from treadle.train.mismatch import Watch
 from treadle.train.objective import Objective
 from treadle.train.optim import Optimiser
 from treadle.train.parity import Parity, compare
 from treadle.train.parity import guard as stop_on_mismatch
+from treadle.train.proximal import Proximal
 from treadle.train.terms import Regulariser, Terms
 from treadle.types import Sample
 
@@ -87,11 +90,13 @@ class Trainer:
         seed: int = 0,
         algorithms: Mapping[str, Algorithm] | None = None,
         value_trunk: Trunk | None = None,
+        proximal: Proximal | None = None,
     ) -> None:
         """
         Args:
             algorithms: by task set, "" for all others; None = what `learn` names, for all.
             value_trunk: the model of its own that a critic of kind "model" is.
+            proximal: of the policy; None = mismatch is known at lag 0 alone.
 
         Raises:
             ConfigError: `learn` names something unknown, an entropy method that the loss cannot
@@ -108,10 +113,21 @@ class Trainer:
         self.critic = None
         if learn.critic is not None:
             self.critic = Critic(learn.critic, learn, policy, value_trunk)
+        self.proximal = proximal
+        self.watch = Watch()
 
     def algorithm_of(self, taskset: str) -> Algorithm:
         """What trains the rows of a task set."""
         return self.objective.algorithm_of(taskset)
+
+    def measured(
+        self, samples: Sequence[Sample], *, version: int
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """The samples of a step as it is to train and store them, and metrics of measuring them;
+        see `Proximal.measure`."""
+        if self.proximal is None:
+            return list(samples), {}
+        return self.proximal.measure(samples, version)
 
     def step(
         self,
@@ -136,6 +152,8 @@ class Trainer:
                 than the model's context, newer than `version`, not sampled, or malformed.
         """
         version = step if version is None else version
+        if self.proximal is not None:
+            self.proximal.keep(version)
         if not samples:
             return StepResult(skipped=True, reason=NO_SAMPLES)
         sums = Sums()
@@ -204,6 +222,7 @@ class Trainer:
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
             metrics["parity/max_abs_nats"] = agreement.max_abs
+        alarms += self.watch.measure(metrics)
         done = applied or frozen
         return StepResult(
             metrics=metrics,
@@ -215,9 +234,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of moments and counters, and the controllers and the critic that there are:
-        {"tensors": {...}, "counters": {...}, "entropy": {...}, "kl": {...}, "critic": {...}}."""
+        {"tensors": {...}, "counters": {...}, "mismatch": {...}, "entropy": {...}, "kl": {...},
+        "critic": {...}}."""
+        state = self.optimiser.state_dict() | {"mismatch": self.watch.state_dict()}
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
-        return self.optimiser.state_dict() | self.regulariser.state_dict() | critic
+        return state | self.regulariser.state_dict() | critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises WeightsError: the state belongs to another policy, to other controllers, or to
@@ -232,6 +253,8 @@ class Trainer:
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
         self.optimiser.load_state_dict(state)
+        # A checkpoint from before there was a watch counts from 0.
+        self.watch.load_state_dict(state.get("mismatch", {"steps": 0}))
 
     def _pack(self, samples: Sequence[Sample], sums: Sums) -> list[MicroBatch]:
         started = time.perf_counter()
