@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -51,7 +51,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer_of(policy: Any, *, share: float = 1.0, versions: int = 2, **options: Any) -> Trainer:
     proximal = Proximal(policy, share=share, versions=versions, micro_tokens=4096)
-    config = LearnConfig(**({"lr": 1e-2, "grad_clip": 0.0, "micro_tokens": 4096} | options))
+    given = {"lr": 1e-2, "grad_clip": 0.0, "micro_tokens": 4096, "mismatch_share": share}
+    config = LearnConfig(**(given | options))
     return Trainer(policy, config, proximal=proximal)
 
 
@@ -332,19 +333,28 @@ def test_an_error_in_the_forward_leaves_policy_and_random_state_as_they_were(
     assert all(p.grad is None for p in policy.parameters().values())
 
 
-def test_measuring_changes_no_update_of_an_algorithm_without_a_correction(
-    make_policy: Callable[..., ToyPolicy], draw_step: Draw
+@pytest.mark.parametrize(
+    ("shares", "correction"), [((1.0, 0.0), "none"), ((0.5, 0.0), "token"), ((1.0, 0.0), "token")]
+)
+def test_a_measured_sample_of_groups_changes_no_update_and_all_of_them_only_corrections(
+    make_policy: Callable[..., ToyPolicy],
+    draw_step: Draw,
+    shares: tuple[float, float],
+    correction: Literal["none", "token"],
 ) -> None:
-    found = []
-    for share in (1.0, 0.0):
+    found, measured = [], 0
+    for share in shares:
         policy = make_policy()
         samples = draw_step(policy)
-        trainer = trainer_of(policy, share=share)
+        trainer = trainer_of(policy, share=share, correction=CorrectionConfig(weight=correction))
         for step in range(3):
             rows, _ = trainer.measured(samples, version=step)
+            measured += sum(bool(row.prox_logprobs) for row in rows)
             trainer.step(rows, step=step)
         found.append(bits(policy))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert measured
+    alike = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert alike == (shares != (1.0, 0.0) or correction == "none")
 
 
 # --------------------------------------------------------------------------- the share

@@ -12,10 +12,10 @@ A correction acts on rho, so that a loss can keep r in its trust region without 
 it weighs tokens by rho, drops tokens, or rejects whole rows. Dropped tokens stay in the
 denominators of the step; rejected rows leave them, and so are found before the step is weighed.
 
-Where prox was not measured (learn.mismatch_share), the current weights of the step stand in for it:
-rho then holds the staleness too and r is 1. Their product is right in both cases. Nothing here says
-what rho is when it was not measured: the statistics of mismatch are over measured tokens alone
-(train/mismatch.py).
+Where prox was not measured in every group (learn.mismatch_share below 1), the current weights of
+the step stand in for it: rho then holds the staleness too and r is 1. Their product is right in
+both cases. Nothing here says what rho is when it was not measured: the statistics of mismatch are
+over measured tokens alone (train/mismatch.py).
 
 Guarantees: no gradient flows through rho; untrained positions are not looked at.
 

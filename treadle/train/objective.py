@@ -33,11 +33,14 @@ from treadle.types import Sample
 class Objective:
     """The algorithms of a run, as one function of a step's rows."""
 
-    def __init__(self, algorithms: Mapping[str, Algorithm]) -> None:
+    def __init__(self, algorithms: Mapping[str, Algorithm], *, measured: bool = True) -> None:
         """
         Args:
             algorithms: by task set; "" is for the rows of all others.
+            measured: prox is measured in every group, not in a sample of them. Only then does a
+                correction take it: a statistic must not decide how some groups are trained.
         """
+        self._measured = measured
         self._algorithms: dict[str, Algorithm] = {}
         self._keys: dict[str, str] = {}
         for taskset, algorithm in algorithms.items():
@@ -91,7 +94,7 @@ class Objective:
             keys: `key` of each row of the micro-batch, in order of `sequence`.
         """
         gone = torch.zeros_like(out.trained)
-        for key, tokens in _by_key(out, keys):
+        for key, tokens in _by_key(self._corrected_by(out), keys):
             c = self._algorithms[key].correction
             if c.rejects:
                 gone |= rejected(
@@ -108,12 +111,15 @@ class Objective:
         """The micro-batch's share of the step's loss; `keys` as in `rejected`."""
         total = out.logp.new_zeros(())
         stats: dict[str, Tensor] = {}
-        for key, tokens in _by_key(out, keys):
+        for key, tokens in _by_key(self._corrected_by(out), keys):
             for part in self._losses(key, tokens):
                 total = total + part.loss
                 for name, value in part.stats.items():
                     stats[name] = stats[name] + value if name in stats else value
         return LossOutput(loss=total, stats=stats)
+
+    def _corrected_by(self, out: Forward) -> Forward:
+        return out if self._measured else replace(out, prox_logp=None)
 
     def _losses(self, key: str, tokens: Forward) -> list[LossOutput]:
         algorithm, parts = self._algorithms[key], list[LossOutput]()

@@ -108,7 +108,7 @@ class Trainer:
         self.optimiser = Optimiser(policy.parameters(), learn)
         algorithms = algorithms or {"": resolve(learn)}
         check_critic(learn, algorithms)
-        self.objective = Objective(algorithms)
+        self.objective = Objective(algorithms, measured=learn.mismatch_share == 1)
         self.regulariser = Regulariser(policy, learn, seed=seed, algorithm=algorithms[""])
         self.critic = None
         if learn.critic is not None:
