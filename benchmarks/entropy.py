@@ -16,7 +16,7 @@ The tiny model (0.33 million parameters, all trained) is made in seconds: random
 numbers drawn evenly from the ranges, until two thirds of its own are right.
 
 CPU budget: tiny 120 + 80 steps x 64 short answers, about two minutes a row on one core, 9 rows.
-SmolLM2 60 + 40 steps x 64 answers of at most 8 tokens, about 3 minutes a row on two cores, 9 rows.
+SmolLM2 50 + 40 steps x 64 answers of at most 8 tokens, about 3 minutes a row on two cores, 9 rows.
 
 Rows are appended to results/entropy.jsonl, one per (setting, arm, seed, commit).
 
@@ -100,9 +100,9 @@ SETUPS = {
     "smollm2": Setup(
         model="smollm2-135m",
         question="Say a number from {low} to {high}.",
-        steps=(60, 40),
-        every=20,
-        target=((0, 2.0), (30, 0.8)),
+        steps=(50, 40),
+        every=10,
+        target=((0, 2.4), (20, 1.0)),
         settings=(
             "model.lora.rank=8",
             "model.lora.alpha=16",
