@@ -1,4 +1,4 @@
-"""Five reasoning-gym families in one LoRA: SmolLM2-135M-Instruct on a CPU, about ten minutes.
+"""Five reasoning-gym families in one LoRA: SmolLM2-135M-Instruct on a CPU, about eight minutes.
 
 Takes: nothing but this machine. Gives: runs/reasoning-gym, with held-out rates before and after.
 README.md beside this file has the command and the numbers to expect.
