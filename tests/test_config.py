@@ -124,6 +124,7 @@ def test_an_unknown_key_in_a_stored_config_is_an_error_too():
         ("tasks=5", "`tasks` must be a list"),
         ("rollout=5", "a section"),
         ("rollout.temperature=0", "greedy"),
+        ("rollout.temperature=1e-50", ">= 1e-06"),
         ("rollout.groups_per_step=0", ">= 1"),
         ("schedule.eta=2", "schedule.max_lag"),
         ("steps", "is not an assignment"),

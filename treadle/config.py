@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import sys
 import types
 import typing
@@ -35,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from treadle.errors import ConfigError, did_you_mean, setting
+from treadle.types import MIN_TEMPERATURE
 
 T = TypeVar("T")
 
@@ -208,10 +210,11 @@ class RolloutConfig:
         _require(self.time_limit_s > 0, "rollout.time_limit_s", self.time_limit_s, "> 0")
         _require(self.reward_limit_s > 0, "rollout.reward_limit_s", self.reward_limit_s, "> 0")
         _require(
-            self.temperature > 0,
+            MIN_TEMPERATURE <= self.temperature < math.inf,
             "rollout.temperature",
             self.temperature,
-            "> 0: a greedy rollout has no behaviour distribution to learn from",
+            f"finite and >= {MIN_TEMPERATURE:g}: a greedy rollout has no behaviour distribution "
+            "to learn from",
         )
 
 

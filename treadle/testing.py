@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from treadle.errors import SamplerError
+from treadle.sampler.checks import check_params
 from treadle.types import Completion, SamplerCapabilities, SamplingParams, StopReason
 
 
@@ -62,6 +63,7 @@ class ScriptedSampler:
     async def sample(
         self, session: str, prompt: Sequence[int], params: SamplingParams
     ) -> Completion:
+        check_params(params)
         if session not in self.open_sessions:
             raise SamplerError(f"session {session} is not open")
         turn = self.turns.get(session, 0)

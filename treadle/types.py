@@ -155,13 +155,17 @@ class StopReason(StrEnum):
     """Cancelled, past its deadline or lost; never an answer."""
 
 
+MIN_TEMPERATURE = 1e-6
+"""Above 0; logits divided by less need not be finite in float32."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Everything that shapes a turn; recorded with the trajectory."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """> 0 for trained rollouts; 0 = greedy, for evals only."""
+    """>= MIN_TEMPERATURE for trained rollouts; 0 = greedy, for evals only."""
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""

@@ -62,7 +62,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["report", "runs/x", "--htm", "a"], "--htm"),
         (["tasks", "validate", "jsonl:a", "-n", "0"], "not a number >= 1"),
         (["runs", "gc", "--older-than", "soon"], "not an age"),
-        (["sample", "tiny-random", "hi", "--temperature", "nan"], "not a number >= 0"),
+        (
+            ["sample", "tiny-random", "hi", "--temperature", "nan"],
+            "neither 0 nor a number >= 1e-06",
+        ),
+        (["sample", "tiny-random", "hi", "--temperature", "1e-50"], "neither 0 nor a number"),
         (["export", "runs/x", "--dtype", "int4"], "bfloat16"),
     ],
 )

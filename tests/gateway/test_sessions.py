@@ -156,6 +156,51 @@ def test_other_arguments_of_a_call_are_a_rewrite(arguments: str) -> None:
     play(main())
 
 
+@pytest.mark.parametrize("dialect", ["chat/completions", "messages"])
+@pytest.mark.parametrize("written", ["as it came", "escaped", "raw escape in the text"])
+@pytest.mark.parametrize("in_text", [False, True])
+def test_half_a_surrogate_pair_in_a_call_comes_back_as_what_it_was(
+    dialect: str, written: str, in_text: bool
+) -> None:
+    """What the client reads is text, and however it writes the rest, it is the same call."""
+    arguments = '{"a\\udc00": "x\\ud800y"}'
+    body = json.dumps(arguments) if in_text else arguments
+    drawn = f'<tool_call>{{"name": "add", "arguments": {body}}}</tool_call>'
+
+    async def main() -> None:
+        async with bench([drawn, "done"]) as b:
+            asked = {"role": "user", "content": "x"}
+            tools: list[Any] = [TOOL]
+            if dialect == "messages":
+                tools = [{"name": "add", "input_schema": TOOL["function"]["parameters"]}]  # pyright: ignore
+                tools[0]["description"] = "Adds."
+            ask = {"max_tokens": 99, "tools": tools, "messages": [asked]}
+            status, reply = await b.post(dialect, ask)
+            assert status == 200
+            if dialect == "messages":
+                (block,) = reply["content"]
+                json.dumps(block["input"], ensure_ascii=False).encode()
+                if written != "as it came":
+                    block["input"] = json.loads(arguments)
+                turn = {"role": "assistant", "content": [block]}
+                result = {"type": "tool_result", "tool_use_id": block["id"], "content": "5"}
+                answer = {"role": "user", "content": [result]}
+            else:
+                turn = reply["choices"][0]["message"]
+                (call,) = turn["tool_calls"]
+                call["function"]["arguments"].encode()
+                if written == "escaped":
+                    call["function"]["arguments"] = json.dumps(json.loads(arguments))
+                elif written != "as it came":
+                    call["function"]["arguments"] = '{"a\udc00": "x\ud800y"}'
+                answer = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+            status, reply = await b.post(dialect, ask | {"messages": [asked, turn, answer]})
+            assert status == 200, reply
+            assert b.session.counts["rewrites"] == 0 and len(b.branches()) == 1
+
+    play(main())
+
+
 def test_thinking_need_not_come_back_but_other_thinking_is_a_rewrite() -> None:
     async def main() -> None:
         async with bench(["<think>hm</think>yes", "a", "b"], template=CHATML) as b:
@@ -381,6 +426,9 @@ def test_stop_strings_end_the_turn_and_are_not_shown() -> None:
     play(main())
 
 
+DEEP = '{"a": ' * 70 + "1" + "}" * 70
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -388,14 +436,18 @@ def test_stop_strings_end_the_turn_and_are_not_shown() -> None:
         "<tool_call>add(1)</tool_call>",
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1e999}"}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {"[" * 70}{"]" * 70}}}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>',
     ],
 )
 def test_a_call_that_does_not_parse_is_text(text: str) -> None:
     async def main() -> None:
-        async with bench([f"so: {text}"] * 2) as b:
+        async with bench([f"so: {text}"] * 2, max_new_tokens=2000) as b:
             reply = await b.chat("x", tools=[TOOL])
             assert reply["content"] == f"so: {text}" and "tool_calls" not in reply
-            ask = {"max_tokens": 50, "tools": [{"name": "add", "input_schema": {}}], **BODY}
+            ask = {"max_tokens": 2000, "tools": [{"name": "add", "input_schema": {}}], **BODY}
             status, answer = await b.post("messages", ask)
             assert status == 200 and answer["content"][0]["text"] == f"so: {text}"
             assert answer["stop_reason"] == "end_turn"

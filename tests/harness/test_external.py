@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -132,13 +133,98 @@ def test_an_async_agent_that_ends_like_a_program_fails_its_own_trajectory(
     assert trajectory.num_sampled_tokens > 0, "what it did stays on the record"
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), Terminated(143)])
-def test_what_ends_this_process_is_not_an_agents_failure(end: BaseException) -> None:
-    async def agent(task: Task, base_url: str, api_key: str) -> None:
+def test_what_ends_this_process_is_not_an_agents_failure() -> None:
+    async def itself(task: Task, base_url: str, api_key: str) -> None:
+        raise Terminated(143)
+
+    async def in_a_task(task: Task, base_url: str, api_key: str) -> None:
+        await asyncio.create_task(itself(task, base_url, api_key))
+
+    for agent in (itself, in_a_task):
+        with pytest.raises(Terminated):
+            run(agent, [])
+
+
+@pytest.mark.parametrize("waits", ["for it", "beside it", "in a group", "not", "and swallows"])
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt(), NoException()])
+def test_a_task_of_an_agent_that_ends_like_a_program_fails_its_trajectory(
+    end: BaseException, waits: str
+) -> None:
+    """asyncio lets it out of the task, and so out of the loop and the run."""
+
+    async def leave() -> None:
+        await asyncio.sleep(0)
         raise end
 
-    with pytest.raises(type(end)):
-        run(agent, [])
+    async def agent(task: Task, base_url: str, api_key: str) -> None:
+        await asyncio.to_thread(ask, base_url, "x")
+        if waits == "in a group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leave())
+                await asyncio.sleep(20)
+            return
+        leaving = asyncio.create_task(leave())
+        if waits == "for it":
+            await leaving
+        elif waits == "and swallows":
+            with contextlib.suppress(BaseException):
+                await leaving
+        elif waits == "beside it":
+            await asyncio.wait({leaving})
+            leaving.result()
+
+    trajectory, _ = run(agent, ["one"])
+    if waits == "not" or (waits == "and swallows" and isinstance(end, NoException)):
+        assert trajectory.status is Status.FINISHED
+        return
+    assert trajectory.status is Status.FAILED and trajectory.error is not None
+    assert trajectory.error.kind == "HarnessError"
+    if waits != "in a group":
+        assert type(end).__name__ in trajectory.error.message
+    assert trajectory.num_sampled_tokens > 0, "what it did stays on the record"
+
+
+def test_the_other_trajectories_of_a_loop_go_on_when_an_agents_task_exits() -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def agent(task: Task, base_url: str, api_key: str) -> None:
+        if task.id == "bad":
+            leaving = asyncio.create_task(leave())
+            await asyncio.sleep(20)
+            await leaving
+        for _ in range(3):
+            await asyncio.to_thread(ask, base_url, "x")
+
+    async def grade(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0)
+
+    r = renderer()
+    harness = external(agent)
+
+    async def main() -> list[Trajectory]:
+        sampler = sampler_of(r, lambda session, turn: "one")
+        return await asyncio.gather(
+            *(
+                run_trajectory(
+                    replace(TASK, id="bad" if i == 1 else "good"),
+                    i,
+                    0,
+                    sampler=sampler,
+                    renderer=r,
+                    harness=harness,
+                    tools=load_tools(()),
+                    config=RolloutConfig(max_new_tokens=50, time_limit_s=30.0),
+                    max_context=400,
+                    seed=0,
+                    grade=grade,
+                )
+                for i in range(3)
+            )
+        )
+
+    ends = [t.status for t in asyncio.run(main())]
+    assert ends == [Status.FINISHED, Status.FAILED, Status.FINISHED]
 
 
 def test_the_samplers_failure_is_not_the_agents() -> None:

@@ -153,3 +153,30 @@ def test_load_is_read_from_the_servers_metrics():
     assert (load.running, load.waiting, load.waiting_for_kv, load.kv_usage) == (0, 2, 0, 0.5)
     assert (load.kv_tokens, load.preemptions) == (4096, 1)
     assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (90, 30)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cached_tokens": 4}, "found 4 tokens in its cache, the prompt has 3"),
+        ({"cached_tokens": 0.5}, "expected a whole number, got 0.5"),
+        ({"prompt_tokens": True}, "expected a whole number, got True"),
+        ({"output_token_logprobs": [["-1", 5, None]]}, "expected a number, got '-1'"),
+        ({"output_token_logprobs": [[-1.0, 5.0, None]]}, "expected a whole number, got 5.0"),
+    ],
+)
+def test_an_answer_of_other_types_than_numbers_is_refused(change, message):
+    class Fake(FakeSglang):
+        async def _generate(self, body):
+            answer = await super()._generate(body)
+            if body["sampling_params"]["max_new_tokens"] > 1:
+                del answer["output_ids"]
+                answer["meta_info"] |= change
+            return answer
+
+    async def main():
+        with Fake(streaming=False) as fake, sampler_of(fake) as sampler:
+            await turn(sampler)
+
+    with pytest.raises(SamplerError, match=message):
+        asyncio.run(main())

@@ -234,9 +234,59 @@ def too_many(choice, answer):
     choice["logprobs"]["content"] = choice["logprobs"]["content"] * 2
 
 
+def half_an_id(choice, answer):
+    choice["token_ids"][1] += 0.5
+
+
+def a_true_id(choice, answer):
+    choice["token_ids"][1] = True
+
+
+def a_negative_id(choice, answer):
+    choice["token_ids"][1] = choice["logprobs"]["content"][1]["token_id"] = -1
+
+
+def a_logprob_in_text(choice, answer):
+    choice["logprobs"]["content"][1]["logprob"] = "-1.0"
+
+
+def a_logprob_that_is_nan(choice, answer):
+    choice["logprobs"]["content"][1]["logprob"] = float("nan")
+
+
+def a_logprob_above_0(choice, answer):
+    choice["logprobs"]["content"][1]["logprob"] = 0.1
+
+
+def cached_more_than_asked(choice, answer):
+    answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 4}
+
+
+def cached_less_than_nothing(choice, answer):
+    answer["usage"]["prompt_tokens_details"] = {"cached_tokens": -1}
+
+
+def cached_in_part(choice, answer):
+    answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 1.5}
+
+
+def a_prompt_of_truth(choice, answer):
+    answer["usage"]["prompt_tokens"] = True
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (half_an_id, "unknown form: TypeError: expected a whole number"),
+        (a_true_id, "expected a whole number, got True"),
+        (a_negative_id, "token 1 of 6 has id -1"),
+        (a_logprob_in_text, "expected a number, got '-1.0'"),
+        (a_logprob_that_is_nan, "token 1 of 6 has logprob nan"),
+        (a_logprob_above_0, "token 1 of 6 has logprob 0.1"),
+        (cached_more_than_asked, "found 4 tokens in its cache, the prompt has 3"),
+        (cached_less_than_nothing, "found -1 tokens in its cache"),
+        (cached_in_part, "expected a whole number, got 1.5"),
+        (a_prompt_of_truth, "expected a whole number, got True"),
         (swap_first_logprob, "logprob of id"),
         (drop_ids, "no token ids"),
         (drop_a_logprob, "6 ids but 5 logprobs"),
@@ -378,3 +428,70 @@ def test_parameters_out_of_range_never_reach_the_server():
             assert len(fake.asked) == asked
 
     asyncio.run(main())
+
+
+def test_ids_beyond_the_policys_vocabulary_are_refused_both_ways(policy):
+    """Asked for, nothing is sent; drawn, nothing is recorded."""
+    vocab = policy.shape.vocab
+
+    class Fake(FakeVllm):
+        def weights_at(self, folder):
+            return 0
+
+        async def _generate(self, body):
+            answer = await super()._generate(body)
+            if body["sampling_params"]["max_tokens"] > 1:
+                choice = answer["choices"][0]
+                choice["token_ids"][1] = choice["logprobs"]["content"][1]["token_id"] = vocab
+            return answer
+
+    async def main():
+        with Fake() as fake, sampler_of(fake, policy=policy) as sampler:
+            await sampler.open("s")
+            asked = len(fake.asked)
+            with pytest.raises(SamplerError, match=f"id {vocab} at position 1 .* 0..{vocab - 1}"):
+                await turn(sampler, prompt=(3, vocab), opened=True)
+            with pytest.raises(SamplerError, match=f"id {vocab} at position 1"):
+                await sampler.score((3, vocab), 1)
+            assert len(fake.asked) == asked
+            with pytest.raises(SamplerError, match=f"token 1 of 6 has id {vocab}"):
+                await turn(sampler, opened=True)
+
+    asyncio.run(main())
+
+
+def test_what_vllm_would_change_in_silence_is_refused():
+    """It draws at 0.01 what is asked for below, takes seed -1 for none, and has no experts."""
+
+    async def main():
+        with FakeVllm() as fake, sampler_of(fake) as sampler:
+            with pytest.raises(SamplerError, match=r"at temperature 0.01 what is asked .* 0.001"):
+                await turn(sampler, temperature=0.001)
+            with pytest.raises(SamplerError, match="choices of experts"):
+                await turn(sampler, opened=True, experts="full")
+            await turn(sampler, opened=True, temperature=0.01, seed=-1)
+            return fake.asked[-1][1]["sampling_params"]["seed"]
+
+    assert asyncio.run(main()) == 2**63 - 1
+
+
+@pytest.mark.parametrize("score", [float("nan"), 0.5, "-1", True, -9999.0, 10**400])
+def test_a_score_that_is_no_logprob_is_refused(score):
+    class Fake(FakeVllm):
+        def scores(self, prompt, adapter):
+            return [*super().scores(prompt, adapter)[:-1], score]
+
+    async def main():
+        with Fake() as fake, sampler_of(fake) as sampler:
+            assert len(await sampler.score((5, 6, 7), 1)) == 2
+
+    with pytest.raises(SamplerError, match=r"logprob of id 2 of 3|unknown form"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("text", ['{"data": null}', '{"data": 7}', "[" * 100_000])
+def test_a_server_that_lists_no_models_is_a_typed_error(text):
+    with FakeVllm() as fake:
+        fake.refuse["/v1/models"] = (200, text)
+        with pytest.raises(SamplerError, match=r"listed no models|no JSON object"):
+            sampler_of(fake).start()

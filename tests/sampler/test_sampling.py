@@ -170,6 +170,18 @@ def test_top_k_and_top_p_keep_the_right_sets_and_renormalise():
     assert kept(1.0, 1).tolist() == [0, 1000, 0, 0]
 
 
+@pytest.mark.parametrize("top_p", [1e-50, 5e-324, 1e-30])
+def test_a_top_p_that_float32_takes_for_0_keeps_the_most_probable_id(top_p):
+    """As any top-p below its probability does: of equal ones, the first."""
+    for u in (0.0, 0.5, 0.999):
+        for logits, wanted in (([0.0, 2.0, 1.0], 1), ([1.0] * 300, 0)):
+            drawn = draw_one(logits, u, 1.0, top_p, 0)
+            assert drawn.ids.item() == wanted
+            full = torch.tensor(logits).log_softmax(-1)[wanted].item()
+            assert drawn.logprobs.item() == pytest.approx(full, abs=1e-6)
+        assert draw_one([0.0, 2.0, 1.0], u, 1.0, top_p, 2).ids.item() == 1, "after top-k too"
+
+
 def test_top_k_keeps_exactly_k_of_equal_logits():
     for u in (0.0, 0.3, 0.7, 0.999):
         assert draw_one([1.0] * 10, u, 1.0, 1.0, 3).ids.item() in (0, 1, 2)

@@ -80,12 +80,17 @@ def test_a_tool_that_raises_is_an_error_text() -> None:
     def leave_too() -> None:
         raise SystemExit(3)
 
+    async def leave_in_a_task() -> None:
+        await asyncio.create_task(leave())
+
     async def close() -> None:
         raise GeneratorExit
 
     assert call(tool(close), "").text == "error: close raised GeneratorExit"
     assert call(tool(leave), "").text == "error: leave raised SystemExit: 3"
     assert call(tool(leave_too), "").text == "error: leave_too raised SystemExit: 3"
+    said = call(tool(leave_in_a_task), "").text
+    assert said == "error: leave_in_a_task raised RuntimeError: SystemExit: 3"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

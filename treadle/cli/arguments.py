@@ -6,6 +6,9 @@ Takes: a parser. Gives: arguments; a value that is not accepted is a usage error
 from __future__ import annotations
 
 import argparse
+import math
+
+from treadle.types import MIN_TEMPERATURE
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -37,13 +40,15 @@ def count(text: str) -> int:
 
 
 def temperature(text: str) -> float:
-    """A finite number from 0 on."""
+    """0, or a finite number that is not too small to divide by."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number >= 0")
+    if value != 0 and not MIN_TEMPERATURE <= value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"`{text}` is neither 0 nor a number >= {MIN_TEMPERATURE:g}"
+        )
     return value
 
 

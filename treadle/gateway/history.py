@@ -11,8 +11,9 @@ A request tells the whole conversation each time. It is laid over the tree messa
 Guarantees:
 - what matches is continued by ids and never encoded again; what does not match becomes a branch
   from the last reply that still holds;
-- a reply's thinking need not come back, outer white space and the layout of JSON arguments do not
-  matter; any other change of a reply is a rewrite, and counted;
+- a reply's thinking need not come back, outer white space, the layout of JSON arguments and how
+  half a surrogate pair is written in them do not matter; any other change of a reply is a rewrite,
+  and counted;
 - a plain prompt continues the longest recorded one that it begins with; as text, never one whose
   tokens say more than its text.
 
@@ -29,7 +30,7 @@ from hashlib import blake2b
 from typing import Any
 
 from treadle.gateway.recorder import Place, Recorder, Turn
-from treadle.gateway.wire import Ask, RequestError
+from treadle.gateway.wire import Ask, RequestError, clean, clean_tree
 from treadle.types import Message
 
 Key = tuple[object, ...]
@@ -164,7 +165,7 @@ class History:
 
 def message_key(message: Message) -> Key:
     """Equal for messages that say the same, however a client wrote them down."""
-    calls = tuple((c.name, _canonical(c.arguments)) for c in message.tool_calls)
+    calls = tuple((clean(c.name), _canonical(c.arguments)) for c in message.tool_calls)
     if message.role == "assistant":
         return ("assistant", message.content.strip(), calls)
     return (message.role, message.content, message.tool_call_id)
@@ -231,11 +232,16 @@ def _says_more(ids: tuple[int, ...], said: str, recorder: Recorder) -> bool:
 
 
 def _canonical(arguments: str) -> str:
-    """JSON arguments in one layout; what is no JSON stays as it is."""
+    """JSON arguments in one layout; what is no JSON stays as it is.
+
+    Half a surrogate pair, which some clients escape and others replace, is the replacement
+    character.
+    """
     try:
-        return json.dumps(json.loads(arguments or "{}", parse_float=_number), sort_keys=True)
-    except (ValueError, RecursionError):
-        return arguments
+        given = json.loads(arguments or "{}", parse_float=_number)
+        return json.dumps(clean_tree(given, "arguments"), sort_keys=True)
+    except (ValueError, RecursionError, RequestError):
+        return clean(arguments)
 
 
 def _number(text: str) -> float | int:

@@ -235,7 +235,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        given = json.loads(call.arguments or "{}")
+        given = wire.read_arguments(call.arguments or "{}")
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
 

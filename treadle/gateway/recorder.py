@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from treadle.errors import ContractError, LimitExceeded, SamplerError, boundary
 from treadle.render import PrefixUnstable, Renderer, ToolSpec, markers
+from treadle.sampler.checks import LOGPROB_SLACK
 from treadle.types import (
     Completion,
     Message,
@@ -34,9 +35,6 @@ from treadle.types import (
     Status,
     StopReason,
 )
-
-LOGPROB_SLACK = 1e-3
-"""Nats above 0 that rounding may give a logprob of a near-certain token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,11 @@ Takes: a Completion and the Ask it answers. Gives: a Message, and the Answer aro
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from dataclasses import replace
 
+from treadle.gateway import wire
 from treadle.gateway.recorder import Recorder, Turn
 from treadle.gateway.wire import Answer, Ask
 from treadle.render import Renderer
@@ -29,7 +29,10 @@ def read(recorder: Recorder, completion: Completion, ask: Ask) -> Message:
     broken = [c for c in message.tool_calls if not _sound(c)]
     if broken or (message.tool_calls and completion.stop_reason is StopReason.LENGTH):
         message = renderer.parse(ids, tools=False)
-    calls = tuple(replace(c, arguments=c.arguments or "{}") for c in message.tool_calls)
+    calls = tuple(
+        replace(c, name=wire.clean(c.name), arguments=wire.clean(c.arguments or "{}"))
+        for c in message.tool_calls
+    )
     return _cut(replace(message, tool_calls=calls), completion, ask)
 
 
@@ -57,16 +60,7 @@ def _sound(call: ToolCall) -> bool:
     """A call that a client can run: named, with a JSON object (or nothing) as arguments."""
     if not call.name:
         return False
-    if not call.arguments:
-        return True
-    try:
-        return isinstance(json.loads(call.arguments, parse_constant=_refuse), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(name)
+    return not call.arguments or wire.read_arguments(call.arguments) is not None
 
 
 def _stops(completion: Completion, ask: Ask) -> tuple[str, ...]:

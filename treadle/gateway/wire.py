@@ -1,7 +1,8 @@
 """What every dialect shares: requests and answers in our nouns, and checks of foreign JSON.
 
 Guarantees: whatever a client sends, reading it gives an Ask or a RequestError that names the
-field; text that no tokenizer takes (lone surrogates) is replaced, never passed on.
+field; text that no tokenizer takes (lone surrogates) is replaced, never passed on; what another
+reader would take for something else (numbers beyond all floats, a key twice) is refused.
 
 Takes: JSON values of unknown shape. Gives: Ask; Answer in the other direction.
 """
@@ -20,6 +21,8 @@ from treadle.types import Message, StopReason, ToolCall
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_DEPTH = 64
+"""Of tool schemas and arguments."""
 
 
 class RequestError(TreadleError):
@@ -107,7 +110,12 @@ class Answer:
 def read_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a request body. Raises RequestError."""
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        value = json.loads(
+            body,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_each_key_once,
+        )
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -115,8 +123,34 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def read_arguments(given: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object whose text is clean; None where they are no such."""
+    try:
+        value = json.loads(given, parse_constant=_no_constant, parse_float=_finite)
+        value = clean_tree(value, "arguments")
+    except (ValueError, RecursionError, RequestError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:20]} is beyond every float")
+    return value
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {json.dumps(twice[:40])} is there twice")
+    return found
 
 
 _KINDS = {
@@ -150,9 +184,9 @@ def clean(value: str) -> str:
 
 
 def clean_tree(value: Any, where: str, depth: int = 0) -> Any:
-    """JSON of tool schemas with clean text; refuses what is nested beyond reason."""
-    if depth > 64:
-        raise RequestError(f"`{where}` is nested more than 64 deep", param=where)
+    """JSON with clean text; refuses what is nested beyond reason."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"`{where}` is nested more than {MAX_DEPTH} deep", param=where)
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, list):
@@ -299,12 +333,25 @@ def tool(name: Any, description: Any, parameters: Any, where: str) -> ToolSpec:
 def call(id_: Any, name: Any, arguments: Any, where: str) -> ToolCall:
     """A call as a client echoes it; arguments as text or as an object."""
     if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = json.dumps(clean_tree(arguments, f"{where}.arguments"), ensure_ascii=False)
+    arguments = text(arguments, f"{where}.arguments", default="")
+    if arguments.count("{") + arguments.count("[") > MAX_DEPTH:
+        _check_depth(arguments, f"{where}.arguments")
     return ToolCall(
         id=text(id_, f"{where}.id", default=""),
         name=text(name, f"{where}.name"),
-        arguments=text(arguments, f"{where}.arguments", default=""),
+        arguments=arguments,
     )
+
+
+def _check_depth(arguments: str, where: str) -> None:
+    """Raises RequestError where templates would nest too deep; what is no JSON is text to them."""
+    try:
+        clean_tree(json.loads(arguments), where)
+    except ValueError:
+        return
+    except RecursionError:
+        raise RequestError(f"`{where}` is nested more than {MAX_DEPTH} deep", param=where) from None
 
 
 def conversation(messages: Sequence[Message], where: str) -> tuple[Message, ...]:

@@ -6,7 +6,8 @@ Guarantees:
 - the time limit holds: an async agent is cancelled, a command is killed with its whole process
   group; a plain function cannot be killed, but its session is closed, so it gets no further turn;
 - a failure of the sampler is a SamplerError whatever the agent made of it; otherwise an agent that
-  raises, or exits with another status than 0, is a HarnessError;
+  raises, ends like a program (it, or a task that it started), or exits with another status than 0,
+  is a HarnessError;
 - what an agent cannot get (a turn beyond the limits) ends the trajectory as it does in a chat.
 
 Takes: an agent, i.e. a function of (task, base_url, api_key), or `command([...])`. Gives: a
@@ -29,7 +30,7 @@ from treadle.errors import ConfigError, DataError, HarnessError, boundary
 from treadle.gateway.recorder import Limits
 from treadle.harness.chat import Chat
 from treadle.harness.types import Harness
-from treadle.threads import in_thread
+from treadle.threads import contained, in_thread
 from treadle.tools import Tools
 from treadle.types import Task
 
@@ -63,7 +64,7 @@ def external(agent: Agent) -> Harness:
             chat.state = "running the agent, before its first call"
             try:
                 with boundary(HarnessError, f"agent {_name(agent)}"):
-                    await _run(agent, task, gateway.base_url(session), session.key)
+                    await contained(_run(agent, task, gateway.base_url(session), session.key))
             except HarnessError as error:
                 # The agent's own failure is not news where a limit or the sampler caused it.
                 await gateway.sessions.close(session, "the agent has ended")

@@ -36,6 +36,7 @@ from treadle.errors import (
 from treadle.harness import Chat, Harness, Limits
 from treadle.render import Renderer
 from treadle.rollout.seeds import derive
+from treadle.threads import contained
 from treadle.tools import Tools
 from treadle.types import (
     Reward,
@@ -116,7 +117,7 @@ async def run_trajectory(
         with boundary(SamplerError, f"session {session}: open"):
             await sampler.open(session, group=f"{scope}{ordinal}")
         with boundary(HarnessError, f"trajectory {ordinal}/{sample}: harness"):
-            await harness(task, chat, tools, limits)
+            await contained(harness(task, chat, tools, limits))
 
     try:
         error = await _bounded(drive(), config.time_limit_s, chat)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treadle.errors import ConfigError, SamplerError, WeightsError
+from treadle.sampler.checks import check_params, check_score
 from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, StopReason
 
 
@@ -295,8 +296,9 @@ class SimulatedEngine:
     async def sample(
         self, session: str, prompt: Sequence[int], params: SamplingParams
     ) -> Completion:
-        """See `Sampler`. Raises SamplerError; the ids of the prompt are not looked at."""
+        """See `Sampler`. Raises ConfigError, SamplerError; the ids are not looked at."""
         await self._alive()
+        check_params(params)
         owner = self._sessions.get(session)
         if owner is None:
             raise SamplerError(f"session `{session}` is not open on {self.name}")
@@ -318,8 +320,7 @@ class SimulatedEngine:
         self, ids: Sequence[int], start: int, *, temperature: float = 1.0
     ) -> tuple[float, ...]:
         await self._alive()
-        if not 1 <= start <= len(ids):
-            raise ConfigError(f"`start` must be in 1..{len(ids)}, got {start}")
+        check_score(ids, start, temperature)
         return (self._logprob,) * (len(ids) - start)
 
     async def release(self, session: str) -> None:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from treadle.errors import ConfigError, Terminated, ToolError, did_you_mean, said
+from treadle.threads import contained
 from treadle.tools.importing import import_object
 from treadle.tools.schema import BadArguments, arguments_of, docs_of, schema_of, signature_of
 
@@ -219,7 +220,7 @@ class _Raised(Exception):
 
 async def _attributed(fn: Callable[..., Any], values: dict[str, Any]) -> str:
     try:
-        return _text(await fn(**values))
+        return _text(await contained(fn(**values)))
     except (ToolError, Terminated):
         raise
     except (Exception, SystemExit, GeneratorExit, BaseExceptionGroup) as error:

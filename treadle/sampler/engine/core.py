@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -38,15 +37,10 @@ import torch
 from treadle.errors import ConfigError, SamplerError, TreadleError, WeightsError, did_you_mean
 from treadle.models.linear import Adapter
 from treadle.models.policy import Policy
+from treadle.sampler.checks import as_ids, check_ids, check_score
 from treadle.sampler.engine.blocks import BLOCK, blocks_for
 from treadle.sampler.engine.kv import budget_blocks, can_release_memory
-from treadle.sampler.engine.scheduler import (
-    MIN_TEMPERATURE,
-    PREFILL_TOKENS,
-    Turn,
-    as_ids,
-    check_ids,
-)
+from treadle.sampler.engine.scheduler import PREFILL_TOKENS, Turn
 from treadle.sampler.engine.stepper import EngineStats, OnPublish, Stepper, again, fail, fulfil
 from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, Scores
 
@@ -325,12 +319,7 @@ class Engine:
             raise SamplerError(
                 f"{len(given)} ids to score exceed the context of {self._shape.max_context}"
             )
-        if not 1 <= start <= len(given):
-            raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
-        if not (math.isfinite(temperature) and temperature >= MIN_TEMPERATURE):
-            raise ConfigError(
-                f"`temperature` must be a finite number >= {MIN_TEMPERATURE:g}, got {temperature!r}"
-            )
+        check_score(given, start, temperature)
         return given
 
     async def release(self, session: str) -> None:

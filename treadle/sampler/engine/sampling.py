@@ -169,6 +169,7 @@ def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= size[:, None], 0.0)
     before = ordered.double().cumsum(-1) - ordered
     mass = ordered.sum(-1, dtype=torch.float64)
-    # The id that reaches top_p is kept, so at least one is.
-    ordered = ordered.masked_fill(before >= (top_p.double() * mass)[:, None], 0.0)
+    # The id that reaches top_p is kept; the first also where float32 took top_p for 0.
+    beyond = (before >= (top_p.double() * mass)[:, None]) & (rank > 0)
+    ordered = ordered.masked_fill(beyond, 0.0)
     return torch.zeros_like(weights).scatter_(1, order, ordered)

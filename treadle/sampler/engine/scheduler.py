@@ -19,24 +19,19 @@ Takes: turns. Gives: pieces of them. Pure: no tensors, no clock of its own.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from treadle.errors import ConfigError, SamplerError
+from treadle.errors import SamplerError
+from treadle.sampler.checks import check_ids, check_params
 from treadle.sampler.engine.blocks import BLOCK, Table, blocks_for
 from treadle.sampler.engine.cache import Claim, KvCache
 from treadle.types import Completion, SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024
 """Prompt tokens of a step, by default: bounds its memory and how long running turns wait."""
-MIN_TEMPERATURE = 1e-6
-"""Above 0; logits divided by less need not be finite in float32."""
-MAX_TOP_K = 2**31 - 1
-"""Larger than any vocabulary; more would not fit the integers of a batch."""
 
 Copies = list[tuple[int, int]]
 
@@ -309,84 +304,3 @@ class Scheduler:
 def _next_block(turn: Turn, length: int) -> tuple[str, tuple[int, ...]]:
     """What a turn computes next once `length` positions are there, as far as its next block."""
     return turn.adapter, tuple(turn.ids[: length // BLOCK * BLOCK + BLOCK])
-
-
-def check_params(params: SamplingParams) -> None:
-    """Raises ConfigError naming the parameter, its value and the rule."""
-    rules = (
-        ("max_new_tokens", int, lambda v: v >= 1, "an integer >= 1"),
-        (
-            "temperature",
-            float,
-            lambda v: v == 0 or v >= MIN_TEMPERATURE,
-            f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
-        ),
-        ("top_p", float, lambda v: 0 < v <= 1, "in (0, 1] (1 = off)"),
-        ("top_k", int, lambda v: 0 <= v <= MAX_TOP_K, f"in 0..{MAX_TOP_K} (0 = off)"),
-        ("seed", int, lambda v: True, "an integer"),
-        ("deadline_s", float, lambda v: v > 0, "finite seconds > 0"),
-    )
-    for name, kind, holds, rule in rules:
-        value = getattr(params, name)
-        typed = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not (typed and (kind is int or _is_finite(value)) and holds(value)):
-            raise ConfigError(f"sampling parameter `{name}` must be {rule}, got {value!r}")
-    if params.experts not in ("", "full", "delta"):
-        raise ConfigError(
-            f"sampling parameter `experts` must be `full`, `delta` or empty, got {params.experts!r}"
-        )
-    if not isinstance(params.stop, tuple | list) or not all(map(_is_text, params.stop)):
-        raise ConfigError(
-            "sampling parameter `stop` must be a tuple of non-empty strings that UTF-8 can hold, "
-            f"got {params.stop!r}"
-        )
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _is_text(value: object) -> bool:
-    """Whether text that a tokenizer decoded can contain it."""
-    try:
-        return isinstance(value, str) and len(value.encode()) > 0
-    except UnicodeEncodeError:
-        return False
-
-
-def as_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    """The ids as Python's integers. Raises SamplerError when one is not an integer."""
-    try:
-        return tuple(map(operator.index, ids))
-    except TypeError:
-        raise SamplerError(
-            f"ids must be integers, got {_odd(ids)}", hint="encode text with the model's tokenizer"
-        ) from None
-
-
-def _odd(ids: object) -> str:
-    """The first of the ids that is no integer, and where it is."""
-    if isinstance(ids, Sequence):
-        for i, value in enumerate(ids):
-            try:
-                operator.index(value)
-            except TypeError:
-                return f"{value!r} at position {i} of {len(ids)}"
-    return repr(ids)
-
-
-def check_ids(ids: Sequence[int], vocab: int) -> None:
-    """Raises SamplerError when there is no id, or one that the model has no embedding for."""
-    if not ids:
-        raise SamplerError("the prompt is empty: a model needs at least one token to continue")
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= vocab:
-        bad = low if low < 0 else high
-        raise SamplerError(
-            f"id {bad} at position {list(ids).index(bad)} of {len(ids)} is not in the "
-            f"vocabulary 0..{vocab - 1}",
-            hint="was the prompt encoded with another model's tokenizer?",
-        )

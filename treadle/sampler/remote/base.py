@@ -25,13 +25,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from treadle.errors import ConfigError, SamplerError
+from treadle.sampler.checks import as_ids, check_ids, check_params, check_score
 from treadle.sampler.remote.http import Http
-from treadle.sampler.remote.truth import (
-    Drawn,
-    check_params,
-    completion_of,
-    scores_of,
-)
+from treadle.sampler.remote.truth import Drawn, completion_of, scores_of
 from treadle.sampler.remote.weights import PUBLISH_S, Publishing, Served
 from treadle.types import Completion, SamplerCapabilities, SamplerLoad, SamplingParams, StopReason
 
@@ -101,6 +97,7 @@ class Remote(Publishing):
         self._stop_ids = None if stop_ids is None else tuple(stop_ids)
         self._sessions: dict[str, Session] = {}
         self._context: int | None = None
+        self._vocab = None if policy is None else policy.shape.vocab
         self._counter = itertools.count()
 
     # ------------------------------------------------------------------ what servers differ in
@@ -193,27 +190,29 @@ class Remote(Publishing):
 
         Raises:
             ConfigError: a sampling parameter is out of range.
-            SamplerError: the session is unknown or in the middle of a turn; the prompt is empty or
-                leaves no room; the server cannot give the logprobs of such a turn; it refused,
-                broke off, or answered with what is not token truth.
+            SamplerError: the session is unknown or in the middle of a turn; the prompt is empty,
+                has an id that is no integer or outside of the vocabulary, or leaves no room; the
+                server cannot give what such a turn asks for; it refused, broke off, or answered
+                with what is not token truth.
         """
-        return await self._io.call(self._sample(session, tuple(int(i) for i in prompt), params))
+        return await self._io.call(self._sample(session, as_ids(prompt), params))
 
     async def score(
         self, ids: Sequence[int], start: int, *, temperature: float = 1.0
     ) -> tuple[float, ...]:
         """Teacher-forced logprobs; see `Sampler`. Servers score at temperature 1 only.
 
-        Raises ConfigError: start is out of range. SamplerError: another temperature, or no answer.
+        Raises ConfigError: start or temperature is out of range. SamplerError: a temperature that
+        is not 1, an id that is no integer or outside of the vocabulary, or no answer.
         """
+        given = as_ids(ids)
+        check_ids(given, self._vocab)
+        check_score(given, start, temperature)
         if temperature != 1.0:
             raise SamplerError(
                 f"{self.name} scores prompts at temperature 1 only, not {temperature}",
                 hint="score with the built-in engine",
             )
-        given = tuple(int(i) for i in ids)
-        if not 1 <= start <= len(given):
-            raise ConfigError(f"`start` must be in 1..{len(given)}, got {start}")
         return await self._io.call(self._score_from(given, start))
 
     async def release(self, session: str) -> None:
@@ -256,6 +255,12 @@ class Remote(Publishing):
     ) -> Completion:
         self._check_alive()
         check_params(params)
+        check_ids(prompt, self._vocab)
+        if params.experts:
+            raise SamplerError(
+                f"{self.name} does not return the choices of experts",
+                hint="leave SamplingParams.experts empty",
+            )
         self._check_params(params)
         session = self._sessions.get(name)
         if session is None:
@@ -300,10 +305,6 @@ class Remote(Publishing):
 
     def _room(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
         """Tokens that may be drawn: what was asked, or what the context leaves."""
-        if not prompt:
-            raise SamplerError("the prompt is empty")
-        if min(prompt) < 0:
-            raise SamplerError(f"{min(prompt)} in the prompt is not an id")
         if self._context is None:
             return params.max_new_tokens
         if len(prompt) >= self._context:
@@ -325,6 +326,7 @@ class Remote(Publishing):
             version=served.version,
             labels=None if served.adapter else self._labels,
             stop_ids=self._stop_ids,
+            vocab=self._vocab,
             name=self.name,
         )
 
@@ -361,6 +363,11 @@ class Remote(Publishing):
             "POST", path, body, limit_s=limit_s, attempts=attempts, params=params
         )
         return reply.ok(hint).text
+
+    @staticmethod
+    def _seed(params: SamplingParams) -> int:
+        """Within the integers that servers take, whose negative ones may mean "no seed"."""
+        return params.seed & (2**63 - 1)
 
     def _new_id(self) -> str:
         return f"{self._prefix}-{next(self._counter)}"

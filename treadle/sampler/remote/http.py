@@ -67,7 +67,7 @@ class Reply:
         self.ok(hint)
         try:
             value = json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise SamplerError(

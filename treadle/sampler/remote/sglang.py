@@ -28,7 +28,6 @@ Takes: prompt ids. Gives: Completions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from treadle.sampler.remote import prometheus
 from treadle.sampler.remote.base import ASK_S, Remote, Session
 from treadle.sampler.remote.http import Reply
 from treadle.sampler.remote.logprobs import NUM_CANDIDATES, PROBE_TEMPERATURE, Mode, tell_mode
-from treadle.sampler.remote.truth import MALFORMED, Drawn
+from treadle.sampler.remote.truth import MALFORMED, Drawn, number, stop_of, whole
 from treadle.sampler.remote.weights import GRACE_S, PUBLISH_S, Served, logger
 from treadle.types import SamplerCapabilities, SamplerLoad, SamplingParams
 
@@ -100,7 +99,7 @@ class SglangSampler(Remote):
         self._tells_versions = bool(self._read(answer, reply.where).spans)
         try:
             top = answer["meta_info"]["output_top_logprobs"][0]
-            return {index(entry[1]): float(entry[0]) for entry in top}
+            return {whole(entry[1]): number(entry[0]) for entry in top}
         except MALFORMED as error:
             raise self._malformed(reply.where, error) from error
 
@@ -212,7 +211,7 @@ class SglangSampler(Remote):
                 "stop_token_ids": list(self._stop_ids or ()),
                 # Here it turns off every stop id, ours too.
                 "ignore_eos": self._stop_ids == (),
-                "sampling_seed": params.seed,
+                "sampling_seed": self._seed(params),
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
             },
@@ -233,22 +232,22 @@ class SglangSampler(Remote):
             pairs = meta.get("output_token_logprobs")
             if pairs is None:
                 raise SamplerError(f"{where} returned no logprobs")
-            ids = tuple(index(entry[1]) for entry in pairs)
+            ids = tuple(whole(entry[1]) for entry in pairs)
             given = answer.get("output_ids")
-            if given is not None and tuple(index(i) for i in given) != ids:
+            if given is not None and tuple(whole(i) for i in given) != ids:
                 raise SamplerError(
                     f"{where} returned {len(given)} ids and logprobs of {len(ids)} others"
                 )
             spans = meta.get("weight_versions")
-            matched = finish.get("matched")
+            matched, cached = finish.get("matched"), meta.get("cached_tokens")
             return Drawn(
                 ids=ids,
-                logprobs=tuple(float(entry[0]) for entry in pairs),
+                logprobs=tuple(number(entry[0]) for entry in pairs),
                 finish=str(finish["type"]),
-                stop=matched[-1] if isinstance(matched, list) else matched,
-                prompt_tokens=index(meta["prompt_tokens"]),
-                cached_tokens=index(meta.get("cached_tokens") or 0),
-                spans=tuple((str(s["version"]), index(s["start"]), index(s["end"])) for s in spans)
+                stop=stop_of(matched[-1] if isinstance(matched, list) else matched),
+                prompt_tokens=whole(meta["prompt_tokens"]),
+                cached_tokens=0 if cached is None else whole(cached),
+                spans=tuple((str(s["version"]), whole(s["start"]), whole(s["end"])) for s in spans)
                 if spans
                 else None,
             )
@@ -268,8 +267,8 @@ class SglangSampler(Remote):
         answer = reply.json()
         try:
             pairs = answer["meta_info"]["input_token_logprobs"]
-            found = tuple(index(entry[1]) for entry in pairs)
-            values = [None if entry[0] is None else float(entry[0]) for entry in pairs]
+            found = tuple(whole(entry[1]) for entry in pairs)
+            values = [None if entry[0] is None else number(entry[0]) for entry in pairs]
         except MALFORMED as error:
             raise self._malformed(reply.where, error) from error
         if found != ids:

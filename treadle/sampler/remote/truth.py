@@ -2,26 +2,49 @@
 
 Guarantees (contracts 1, 10): ids and logprobs are the server's, one logprob per id, each finite;
 the server continued the very prompt; a turn that ended by an id ends with that id; every token has
-the version of the weights that drew it. Nothing is repaired.
+the version of the weights that drew it. Nothing is repaired, rounded or read out of text.
 
 Takes: a `Drawn`. Gives: a Completion, or SamplerError.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from treadle.errors import ConfigError, SamplerError
-from treadle.types import Completion, SamplingParams, StopReason
+from treadle.errors import SamplerError
+from treadle.sampler.checks import LOGPROB_SLACK
+from treadle.types import Completion, StopReason
 
 MISSING_NATS = -9999.0
 """What servers send for a logprob that they do not have."""
-LOGPROB_SLACK = 1e-3
-"""Nats above 0 that rounding may give a logprob of a near-certain token."""
 MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading an answer of another form than expected raises."""
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def whole(value: object) -> int:
+    """A JSON integer. Raises TypeError: it is a fraction, a truth value, text, ..."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected a whole number, got {value!r}")
+    return value
+
+
+def number(value: object) -> float:
+    """A JSON number. Raises TypeError, or OverflowError when no float can hold it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def stop_of(value: object) -> int | str | None:
+    """An id, a string or null. Raises TypeError."""
+    return value if value is None or isinstance(value, str) else whole(value)
+
+
+# --------------------------------------------------------------------------- checking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +70,7 @@ def completion_of(
     version: int,
     labels: Mapping[str, int] | None,
     stop_ids: Sequence[int] | None,
+    vocab: int | None,
     name: str,
 ) -> Completion:
     """The answer, or SamplerError when it is not token truth.
@@ -57,6 +81,7 @@ def completion_of(
         labels: the server's names of weights -> versions, where it says which weights drew which
             token; None = `version` drew all.
         stop_ids: that may have ended it; None = the server's own.
+        vocab: ids that the model has; None = not known here.
         name: of the server, in messages.
     """
     n = len(drawn.ids)
@@ -67,8 +92,15 @@ def completion_of(
         )
     if n > room:
         raise SamplerError(f"{name} returned {n} tokens, {room} were allowed")
+    for i, token in enumerate(drawn.ids):
+        if token < 0 or (vocab is not None and token >= vocab):
+            raise SamplerError(
+                f"{name}: token {i} of {n} has id {token}, the vocabulary "
+                + ("begins at 0" if vocab is None else f"is 0..{vocab - 1}"),
+                hint="does the server serve another model?",
+            )
     for i, logprob in enumerate(drawn.logprobs):
-        if not math.isfinite(logprob) or not MISSING_NATS < logprob <= LOGPROB_SLACK:
+        if not MISSING_NATS < logprob <= LOGPROB_SLACK:
             raise SamplerError(
                 f"{name}: token {i} of {n} has logprob {logprob}",
                 hint="a token without a behaviour logprob cannot be trained on",
@@ -77,6 +109,10 @@ def completion_of(
         raise SamplerError(
             f"{name} continued {drawn.prompt_tokens} tokens, the prompt has {len(prompt)}",
             hint="the server changed the prompt: tokens drawn from it are of another context",
+        )
+    if not 0 <= drawn.cached_tokens <= len(prompt):
+        raise SamplerError(
+            f"{name} found {drawn.cached_tokens} tokens in its cache, the prompt has {len(prompt)}"
         )
     reason = _reason(drawn, stop_ids, name)
     if labels is None or drawn.spans is None:
@@ -120,8 +156,11 @@ def scores_of(
         raise SamplerError(f"{name} scored {len(found)} of {len(ids)} ids")
     scores: list[float] = []
     for i, value in enumerate(found[start:], start):
-        if value is None or not math.isfinite(value) or value <= MISSING_NATS:
-            raise SamplerError(f"{name} gave no logprob for id {i} of {len(ids)}")
+        if value is None or not MISSING_NATS < value <= LOGPROB_SLACK:
+            raise SamplerError(
+                f"{name} gave {value} as the logprob of id {i} of {len(ids)}",
+                hint="expected a finite number <= 0",
+            )
         scores.append(min(0.0, value))
     return tuple(scores)
 
@@ -143,21 +182,3 @@ def versions_of(
     if len(versions) != count:
         raise SamplerError(f"{name} gave versions for {len(versions)} of {count} tokens")
     return tuple(versions)
-
-
-def check_params(params: SamplingParams) -> None:
-    """Raises ConfigError: a sampling parameter is out of range."""
-    checks = {
-        "max_new_tokens": (params.max_new_tokens, params.max_new_tokens >= 1, ">= 1"),
-        "temperature": (
-            params.temperature,
-            math.isfinite(params.temperature) and params.temperature >= 0,
-            "finite and >= 0",
-        ),
-        "top_p": (params.top_p, 0 < params.top_p <= 1, "in (0, 1]"),
-        "top_k": (params.top_k, params.top_k >= 0, ">= 0"),
-        "deadline_s": (params.deadline_s, params.deadline_s > 0, "> 0"),
-    }
-    for name, (value, good, wanted) in checks.items():
-        if not good:
-            raise ConfigError(f"`{name}` must be {wanted}, got {value}")

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from treadle.sampler.remote import prometheus
 from treadle.sampler.remote.base import ASK_S, Remote, Session
 from treadle.sampler.remote.http import Reply
 from treadle.sampler.remote.logprobs import NUM_CANDIDATES, PROBE_TEMPERATURE, Mode, tell_mode
-from treadle.sampler.remote.truth import MALFORMED, Drawn
+from treadle.sampler.remote.truth import MALFORMED, Drawn, number, stop_of, whole
 from treadle.sampler.remote.weights import GRACE_S, PUBLISH_S, Served
 from treadle.types import SamplerCapabilities, SamplerLoad, SamplingParams
 
@@ -49,6 +48,8 @@ LORA_HINT = (
 MODE_HINT = "start it with --logprobs-mode processed_logprobs"
 PROBE = (1, 2, 3, 4, 5)
 """Ids that any vocabulary has."""
+LIFTED_BELOW = 0.01
+"""Above 0: vLLM raises what is below, or takes it for greedy, and does not say so."""
 FULL = 0.95
 """Share of the KV in use from which waiting turns are taken to wait for KV. The server does not
 tell the two kinds of capacity apart."""
@@ -78,8 +79,7 @@ class VllmSampler(Remote):
     # ------------------------------------------------------------------ opening
 
     async def _attach(self) -> None:
-        answer = (await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)).json()
-        models = [m for m in answer.get("data", ()) if isinstance(m, dict) and not m.get("parent")]
+        models = [m for m in await self._listed() if not m.get("parent")]
         names = [str(m.get("id")) for m in models]
         self._model = self._model or (names[0] if names else "")
         if self._model not in names:
@@ -99,6 +99,10 @@ class VllmSampler(Remote):
         self._mode = tell_mode(cold, await self._probe(PROBE_TEMPERATURE), self.name)
         info = (await self._metrics()).of("vllm:cache_config_info")
         self._shared_prefix = any(s.labels.get("enable_prefix_caching") == "True" for s in info)
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        reply = await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)
+        return _models(reply.json(), reply.where)
 
     async def _name_weights(self) -> None:
         """Give what the server holds the name of our version, where it lets us."""
@@ -123,9 +127,9 @@ class VllmSampler(Remote):
             logprobs = answer["choices"][0]["logprobs"]
             if self._path == GENERATE:
                 top = logprobs["content"][0]["top_logprobs"]
-                return {index(t["token_id"]): float(t["logprob"]) for t in top}
+                return {whole(t["token_id"]): number(t["logprob"]) for t in top}
             top = logprobs["top_logprobs"][0]
-            return {int(key.removeprefix("token_id:")): float(x) for key, x in top.items()}
+            return {_id_in(key): number(x) for key, x in top.items()}
         except MALFORMED as error:
             raise self._malformed(reply, error) from error
 
@@ -133,6 +137,12 @@ class VllmSampler(Remote):
 
     def _check_params(self, params: SamplingParams) -> None:
         cut = params.top_p < 1 or params.top_k > 0
+        if 0 < params.temperature < LIFTED_BELOW:
+            raise SamplerError(
+                f"{self.name} draws at temperature {LIFTED_BELOW:g} what is asked for at "
+                f"{params.temperature:g}",
+                hint="0 is greedy",
+            )
         if self._mode is Mode.RAW and params.temperature not in (0.0, 1.0):
             raise SamplerError(
                 f"{self.name} gives logprobs at temperature 1, the turn is drawn at "
@@ -177,7 +187,7 @@ class VllmSampler(Remote):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "seed": params.seed,
+            "seed": self._seed(params),
             "stop": list(params.stop),
             # The ids that end a turn are ours where we know them, else the model's own.
             "stop_token_ids": list(self._stop_ids or ()),
@@ -212,17 +222,18 @@ class VllmSampler(Remote):
                     f"{where} returned no token ids",
                     hint="token ids are never made from text: a newer vLLM is needed",
                 )
-            ids = tuple(index(i) for i in choice["token_ids"])
+            ids = tuple(whole(i) for i in choice["token_ids"])
             usage = answer["usage"]
-            details = usage.get("prompt_tokens_details") or {}
+            details = usage.get("prompt_tokens_details")
+            cached = None if details is None else details.get("cached_tokens")
             spans = choice.get("weight_versions")
             return Drawn(
                 ids=ids,
                 logprobs=_logprobs(choice["logprobs"], ids, where),
                 finish=str(choice["finish_reason"]),
-                stop=choice.get("stop_reason"),
-                prompt_tokens=index(usage["prompt_tokens"]),
-                cached_tokens=index(details.get("cached_tokens") or 0),
+                stop=stop_of(choice.get("stop_reason")),
+                prompt_tokens=whole(usage["prompt_tokens"]),
+                cached_tokens=0 if cached is None else whole(cached),
                 spans=tuple(_span(s) for s in spans) if spans else None,
             )
         except MALFORMED as error:
@@ -247,7 +258,7 @@ class VllmSampler(Remote):
         try:
             rows = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
             return [
-                None if row is None else float(row[str(i)]["logprob"])
+                None if row is None else number(row[str(i)]["logprob"])
                 for i, row in zip(ids, rows, strict=True)
             ]
         except MALFORMED as error:
@@ -274,8 +285,7 @@ class VllmSampler(Remote):
         await self._post(
             "/v1/load_lora_adapter", body, limit_s=PUBLISH_S, attempts=3, hint=LORA_HINT
         )
-        listed = (await self._io.request("GET", "/v1/models", limit_s=ASK_S, attempts=3)).json()
-        if not any(isinstance(m, dict) and m.get("id") == name for m in listed.get("data", ())):
+        if not any(m.get("id") == name for m in await self._listed()):
             raise SamplerError(f"{self.name} took adapter {name} and does not list it")
 
     async def _unload_adapter(self, name: str) -> None:
@@ -310,10 +320,10 @@ def _logprobs(given: Any, ids: tuple[int, ...], where: str) -> tuple[float, ...]
     if given is None:
         raise SamplerError(f"{where} returned no logprobs")
     if "content" in given:
-        entries = [(index(e["token_id"]), float(e["logprob"])) for e in given["content"] or ()]
+        entries = [(whole(e["token_id"]), number(e["logprob"])) for e in given["content"] or ()]
     else:
-        tokens = [int(str(t).removeprefix("token_id:")) for t in given["tokens"]]
-        values = [math.nan if x is None else float(x) for x in given["token_logprobs"]]
+        tokens = [_id_in(t) for t in given["tokens"]]
+        values = [math.nan if x is None else number(x) for x in given["token_logprobs"]]
         entries = list(zip(tokens, values, strict=True))
     for position, ((i, _), wanted) in enumerate(zip(entries, ids, strict=False)):
         if i != wanted:
@@ -324,7 +334,23 @@ def _logprobs(given: Any, ids: tuple[int, ...], where: str) -> tuple[float, ...]
 
 
 def _span(span: Mapping[str, Any]) -> tuple[str, int, int]:
-    return str(span["version"]), index(span["start"]), index(span["end"])
+    return str(span["version"]), whole(span["start"]), whole(span["end"])
+
+
+def _id_in(text: str) -> int:
+    """The id of "token_id:17". Raises ValueError."""
+    prefix, _, digits = text.partition(":")
+    if prefix != "token_id" or not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"expected `token_id:` and a number, got {text[:40]!r}")
+    return int(digits)
+
+
+def _models(answer: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """What a server lists. Raises SamplerError."""
+    listed = answer.get("data")
+    if not isinstance(listed, list):
+        raise SamplerError(f"{where} listed no models", hint="is this the right server?")
+    return [m for m in listed if isinstance(m, dict)]
 
 
 def read_load(metrics: prometheus.Samples, sessions: int, name: str) -> SamplerLoad:

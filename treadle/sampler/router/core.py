@@ -41,6 +41,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from treadle.errors import ConfigError, SamplerError, WeightsError
+from treadle.sampler.checks import check_params
 from treadle.sampler.router.health import Health
 from treadle.sampler.router.places import Handle, Places, Session
 from treadle.sampler.router.sweep import Sweeper
@@ -222,8 +223,10 @@ class Router:
     ) -> Completion:
         """See `Sampler`; a lost replica is not the caller's concern.
 
-        Raises SessionUnknown, SessionExpired, NoReplica, TurnLost, or what the replica raised.
+        Raises ConfigError, SessionUnknown, SessionExpired, NoReplica, TurnLost, or what the
+        replica raised.
         """
+        check_params(params)
         record = self._known(session)
         if record.busy:
             raise SamplerError(f"session `{session}` is in the middle of a turn")
