@@ -13,6 +13,8 @@ Guarantees:
 - a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
   reason, weights and moments untouched; several non-finite steps in a row end the run;
 - random operations of the forward are a function of (seed, step);
+- over several ranks, each of which is given the whole step, everything that is decided or measured
+  is of the whole step: see ranks.py;
 - controllers (entropy, KL) move once per applied step, and are part of the state;
 - with a critic the samples bring outcomes, and every call makes their advantages anew; while it
   warms up, and where all advantages are 0, it learns alone.
@@ -44,6 +46,7 @@ from treadle.train.objective import Objective
 from treadle.train.optim import Optimiser
 from treadle.train.parity import Parity, compare
 from treadle.train.parity import guard as stop_on_mismatch
+from treadle.train.ranks import add_gradients, added, gathered, own
 from treadle.train.terms import Regulariser, Terms
 from treadle.types import Sample
 
@@ -124,7 +127,7 @@ class Trainer:
         """Train once on the samples.
 
         Args:
-            samples: of the whole step, any order.
+            samples: of the whole step, any order; over several ranks the same on each.
             step: index of this step, from 0.
             version: policy version of the current weights, for the lag; None = `step`, which is
                 right when every step publishes one.
@@ -175,10 +178,13 @@ class Trainer:
                 step, samples, micros, lambda i, out: self.objective.loss(out, keys[i]).loss
             )
             sums.add({"time/forward_s": time.perf_counter() - started})
-            scored = [
-                (micro, self._accumulate(i, micro, keys[i], terms, sums, learns=not frozen))
-                for i, micro in enumerate(micros)
+            shares = Sums()
+            logps = [
+                self._accumulate(i, micros[i], keys[i], terms, sums, shares, learns=not frozen)
+                for i in own(len(micros))
             ]
+            scored = list(zip(micros, gathered(logps), strict=True))
+            sums.add(added(shares.values))
         if guard and agreement is None:
             agreement = self._guard(scored, samples, version)
 
@@ -187,6 +193,7 @@ class Trainer:
         if frozen:
             self.optimiser.clear()  # of what a critic's gradient left
         else:
+            add_gradients(self.policy.parameters().values())
             update = self.optimiser.apply(sums["loss"], where=f"step {step}")
             if update.applied:
                 self.policy.refresh()
@@ -197,9 +204,7 @@ class Trainer:
             "batch/rows": float(len(samples)),
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
-        regular, alarms = self.regulariser.end(
-            step, terms, sums.__getitem__, num_rows=len(samples), applied=applied
-        )
+        regular, alarms = self.regulariser.end(step, terms, sums.__getitem__, applied=applied)
         metrics |= regular | of_values
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
@@ -266,14 +271,17 @@ class Trainer:
     ) -> tuple[list[Scored], set[int]]:
         """A forward of its own, and the rows that leave: they must leave the weights too."""
         started = time.perf_counter()
+        mine: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
+        for i in own(len(micros)):
+            with torch.no_grad():
+                out = forward(self.policy, micros[i])
+                left = self.objective.rejected(out, self._keys(micros[i], samples))
+            mine.append((out.logp.float().cpu().numpy(), left.cpu().numpy()))
         scored: list[Scored] = []
         gone: set[int] = set()
         num_tokens = 0
-        for micro in micros:
-            with torch.no_grad():
-                out = forward(self.policy, micro)
-                left = self.objective.rejected(out, self._keys(micro, samples)).cpu().numpy()
-            scored.append((micro, out.logp.float().cpu().numpy()))
+        for micro, (logp, left) in zip(micros, gathered(mine), strict=True):
+            scored.append((micro, logp))
             gone.update(micro.row[left].tolist())
             num_tokens += int(left.sum())
         sums.add(
@@ -293,11 +301,12 @@ class Trainer:
         keys: Sequence[str],
         terms: Terms,
         sums: Sums,
+        shares: Sums,
         *,
         learns: bool,
     ) -> NDArray[np.float32]:
         """Forward of micro-batch i, and backward if it learns; its log-probabilities [n],
-        detached."""
+        detached. What ranks add up goes to `shares`, this one's times to `sums`."""
         started = time.perf_counter()
         with torch.set_grad_enabled(learns):
             out = forward(self.policy, micro, entropy_gradient=terms.entropy_gradient)
@@ -309,7 +318,7 @@ class Trainer:
         values = result.stats | described
         values |= {"loss": result.loss.detach(), "entropy": out.entropy.detach().sum()}
         # One transfer for all of them: on a GPU each would wait for the device.
-        sums.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
+        shares.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         done = time.perf_counter()
         sums.add({"time/forward_s": middle - started, "time/backward_s": done - middle})
         return out.logp.detach().float().cpu().numpy()
