@@ -8,6 +8,7 @@ through JSON, so the store holds exactly what ran.
     |-- model      ModelConfig       what is trained, LoRA or full
     |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
     |-- rollout    RolloutConfig     group size, harness, limits, sampling
+    |   `-- overlong   OverlongConfig   what an answer costs that comes near its limit
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- credit     CreditConfig    who of a rollout, and of a group, carries its advantage
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
@@ -171,6 +172,32 @@ class TasksConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("rollout.overlong")
+class OverlongConfig:
+    """DAPO's soft penalty on long answers, in the reward that trains alone: nothing up to the
+    buffer at the end of `rollout.max_new_tokens`, then linearly more; see docs/algorithms.md."""
+
+    buffer_tokens: int | None = None
+    """Tokens before `rollout.max_new_tokens` over which the penalty grows. null = a fifth of it."""
+    penalty: float = 1.0
+    """Reward units that a trajectory loses whose longest turn fills `rollout.max_new_tokens`."""
+
+    def __post_init__(self) -> None:
+        tokens = self.buffer_tokens
+        _require(tokens is None or tokens >= 1, "rollout.overlong.buffer_tokens", tokens, ">= 1")
+        _require(
+            self.penalty > 0,
+            "rollout.overlong.penalty",
+            self.penalty,
+            "> 0: it is taken off; leave rollout.overlong out for no penalty",
+        )
+
+    def buffer(self, max_new_tokens: int) -> int:
+        """Tokens, with the default filled in."""
+        return max(1, max_new_tokens // 5) if self.buffer_tokens is None else self.buffer_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("rollout")
 class RolloutConfig:
     group_size: int = 8
@@ -184,6 +211,8 @@ class RolloutConfig:
     """"module:function" each; typed signatures become JSON schemas."""
     max_new_tokens: int = 48
     """Per turn."""
+    overlong: OverlongConfig | None = None
+    """A penalty for coming near `max_new_tokens`; null = none, {} = with the defaults."""
     max_turns: int = 8
     temperature: float = 1.0
     time_limit_s: float = 300.0
@@ -213,6 +242,14 @@ class RolloutConfig:
             self.temperature,
             "> 0: a greedy rollout has no behaviour distribution to learn from",
         )
+        buffer = self.overlong.buffer(self.max_new_tokens) if self.overlong is not None else 0
+        if buffer >= self.max_new_tokens:
+            raise ConfigError(
+                f"`rollout.overlong.buffer_tokens` is {buffer}, but a turn has "
+                f"rollout.max_new_tokens = {self.max_new_tokens}: every answer would be punished "
+                "for its length",
+                hint=f"less than {self.max_new_tokens}; a fifth is usual, and what null takes",
+            )
 
 
 ENTROPY_METHODS: dict[str, dict[str, Any]] = {
