@@ -599,6 +599,12 @@ class LearnConfig:
     spread_keep: float = 0.0
     """Train only the groups of widest reward spread that together have this share of the summed
     deviation of their task set in the step; 0 = all, 0.9 is usual. Needs rewards to be compared."""
+    collapse_every: int = 10
+    """Steps between measurements of how much outputs depend on their prompts (`collapse/`);
+    0 = never. See docs/entropy.md."""
+    collapse_pairs: int = 8
+    """Prompts of such a measurement: it scores the square of it, one output of each under every
+    one; 4 to 64."""
     parity_stop: float = 0.0
     """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
     0 = the bound of the compute dtype in train/parity.py."""
@@ -614,6 +620,9 @@ class LearnConfig:
         _require(self.micro_tokens >= 16, "learn.micro_tokens", self.micro_tokens, ">= 16")
         _require(self.max_nan_steps >= 1, "learn.max_nan_steps", self.max_nan_steps, ">= 1")
         _require(self.parity_stop >= 0, "learn.parity_stop", self.parity_stop, ">= 0")
+        _require(self.collapse_every >= 0, "learn.collapse_every", self.collapse_every, ">= 0")
+        pairs = self.collapse_pairs
+        _require(4 <= pairs <= 64, "learn.collapse_pairs", pairs, "between 4 and 64")
         _require(self.weight_decay >= 0, "learn.weight_decay", self.weight_decay, ">= 0")
         _require(all(0 <= b < 1 for b in self.betas), "learn.betas", self.betas, "in [0, 1)")
 

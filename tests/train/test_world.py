@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.world import LEARNS, choices, gradients, trained
+from tests.train.world import CASES, choices, gradients, trained
 from treadle.batch import AGGREGATIONS
 
 RANK = """
@@ -20,13 +20,13 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from tests.train.world import LEARNS, choices, gradients, trained
+from tests.train.world import CASES, choices, gradients, trained
 
 rank, world, place, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 dist.init_process_group(
     "gloo", init_method=f"file://{place}", rank=rank, world_size=world,
-    timeout=timedelta(seconds=60),
+    timeout=timedelta(seconds=120),
 )
 """
 
@@ -39,7 +39,7 @@ for grads in found.values():
 
 STEPS = """
 found = {
-    "trained": {f"{name}/{size}": trained(name, size) for name in LEARNS for size in (16, 2048)},
+    "trained": {f"{name}/{size}": trained(name, size) for name, size in CASES},
     "chosen": {name: choices(name) for name in ("clip_cov", "kl_cov")},
 }
 """
@@ -64,7 +64,7 @@ def of_two_ranks(work: str, tmp_path: Path) -> list[Any]:
     ]  # fmt: skip
     try:
         for process in ranks:
-            _, error = process.communicate(timeout=100)
+            _, error = process.communicate(timeout=200)
             assert process.returncode == 0, error.decode()[-2000:]
     finally:
         for process in ranks:
@@ -84,12 +84,13 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
             assert torch.allclose(grad, two[name][parameter], atol=1e-5), (name, parameter)
 
 
+@pytest.mark.timeout(240)
 def test_two_ranks_decide_and_learn_what_one_does(tmp_path: Path) -> None:
     """Rows are split between two processes: the same controllers, the same chosen tokens, the same
     metrics and the same weights as in one, also where one micro-batch leaves a rank without work;
     and the two ranks have the same bits, so they never drift apart."""
     ranks = of_two_ranks(STEPS, tmp_path)
-    one = {f"{name}/{size}": trained(name, size) for name in LEARNS for size in (16, 2048)}
+    one = {f"{name}/{size}": trained(name, size) for name, size in CASES}
     assert leaves(ranks[0]) == leaves(ranks[1])
     for name in ("clip_cov", "kl_cov"):
         chosen = choices(name)
@@ -101,10 +102,11 @@ def test_two_ranks_decide_and_learn_what_one_does(tmp_path: Path) -> None:
         assert leaves(ranks[0]["trained"][name]) == alike, name
     controls = [m["entropy/control"] for m in one["repo_r/16"]["metrics"]]
     assert len(set(controls)) > 1
+    assert "collapse/retrieval_frac" in one["plain/16"]["metrics"][0]
     betas = [m["kl/beta"] for m in one["kl in the loss/16"]["metrics"]]
     assert len(set(betas)) > 1
     assert one["correction/16"]["metrics"][0]["correction/rejected_rows"] >= 1
-    assert [m["batch/micro_batches"] for m in one["plain/2048"]["metrics"]] == [1.0] * 3
+    assert [m["batch/micro_batches"] for m in one["plain/2048"]["metrics"]] == [1.0] * 2
 
 
 def leaves(tree: Any, at: str = "") -> dict[str, Any]:

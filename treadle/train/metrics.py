@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
 from treadle.schedule.lag import token_lags
+from treadle.train.collapse import METRICS as COLLAPSE
 from treadle.train.critic import METRICS as CRITIC
 from treadle.train.entropy import METRICS as ENTROPY
 from treadle.train.kl import METRICS as KL
@@ -66,6 +67,7 @@ METRICS: dict[str, str] = {
     **TERMS,
     **MISMATCH,
     **CRITIC,
+    **COLLAPSE,
     "time/critic_s": "wall clock of the critic: values, advantages and its updates",
     "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
     "dropped tokens as 0, over tokens whose algorithm has one",

@@ -39,6 +39,7 @@ from treadle.config import LearnConfig
 from treadle.errors import ContractError, WeightsError
 from treadle.models.value import Trunk
 from treadle.schedule.lag import token_lags
+from treadle.train.collapse import CollapseWatch
 from treadle.train.critic import Critic
 from treadle.train.forward import TrainablePolicy, forward
 from treadle.train.metrics import Scored, Sums, step_metrics
@@ -108,6 +109,7 @@ class Trainer:
         check_critic(learn, algorithms)
         self.objective = Objective(algorithms)
         self.regulariser = Regulariser(policy, learn, seed=seed, algorithm=algorithms[""])
+        self.collapse = CollapseWatch(policy, learn, seed=seed)
         self.critic = None
         if learn.critic is not None:
             self.critic = Critic(learn.critic, learn, policy, value_trunk)
@@ -178,6 +180,7 @@ class Trainer:
                 step, samples, micros, lambda i, out: self.objective.loss(out, keys[i]).loss
             )
             sums.add({"time/forward_s": time.perf_counter() - started})
+            dependence, collapsed = self._dependence(step, samples)
             shares = Sums()
             logps = [
                 self._accumulate(i, micros[i], keys[i], terms, sums, shares, learns=not frozen)
@@ -205,7 +208,7 @@ class Trainer:
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
         regular, alarms = self.regulariser.end(step, terms, sums.__getitem__, applied=applied)
-        metrics |= regular | of_values
+        metrics |= regular | of_values | dependence
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
             metrics["parity/max_abs_nats"] = agreement.max_abs
@@ -215,14 +218,16 @@ class Trainer:
             skipped=not done,
             reason="" if done else NOT_FINITE,
             parity=agreement,
-            alarms=alarms,
+            alarms=(*alarms, *filter(None, [collapsed])),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of moments and counters, and the controllers and the critic that there are:
-        {"tensors": {...}, "counters": {...}, "entropy": {...}, "kl": {...}, "critic": {...}}."""
+        {"tensors": {...}, "counters": {...}, "entropy": {...}, "kl": {...}, "critic": {...},
+        "collapse": {...}}."""
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
-        return self.optimiser.state_dict() | self.regulariser.state_dict() | critic
+        watch = {"collapse": self.collapse.state_dict()}
+        return self.optimiser.state_dict() | self.regulariser.state_dict() | critic | watch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises WeightsError: the state belongs to another policy, to other controllers, or to
@@ -236,6 +241,8 @@ class Trainer:
         self.regulariser.load_state_dict(state)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
+        if "collapse" in state:  # not so where the run began without it: it counts anew
+            self.collapse.load_state_dict(state["collapse"])
         self.optimiser.load_state_dict(state)
 
     def _pack(self, samples: Sequence[Sample], sums: Sums) -> list[MicroBatch]:
@@ -265,6 +272,14 @@ class Trainer:
         """The algorithm of each row of the micro-batch, in order of `sequence`."""
         firsts = np.flatnonzero(np.diff(micro.sequence, prepend=-1))
         return [self.objective.key(samples[row].taskset) for row in micro.row[firsts]]
+
+    def _dependence(self, step: int, samples: Sequence[Sample]) -> tuple[dict[str, float], str]:
+        """Of outputs on prompts, where this step measures it, and an alarm."""
+        started = time.perf_counter()
+        metrics, alarm = self.collapse.measure(step, samples)
+        if metrics:
+            metrics["time/collapse_s"] = time.perf_counter() - started
+        return metrics, alarm
 
     def _screen(
         self, micros: Sequence[MicroBatch], samples: Sequence[Sample], sums: Sums
