@@ -13,8 +13,11 @@ from treadle.config import (
     CorrectionConfig,
     CriticConfig,
     LearnConfig,
+    OverlongConfig,
+    RolloutConfig,
     RunConfig,
     TasksConfig,
+    TeacherConfig,
     override,
 )
 from treadle.errors import ConfigError
@@ -253,3 +256,27 @@ def test_a_model_of_its_own_has_no_gradient_into_the_policy_to_switch() -> None:
         CriticConfig(kind="model", trunk_gradient=True)
     with pytest.raises(ConfigError, match=r"learn\.critic\.lam` must be in \[0, 1\], got 1\.5"):
         override(RunConfig(), ["learn.algorithm=ppo", "learn.critic.lam=1.5"])
+
+
+@pytest.mark.parametrize(
+    ("learn", "read"),
+    [
+        ({"algorithm": "dapo"}, True),
+        ({"algorithm": "ppo", "critic": CriticConfig()}, True),
+        ({"algorithm": "distill", "teacher": TeacherConfig(system="x")}, False),
+        ({"algorithm": "rao"}, False),
+        ({"algorithm": "gdpo", "reward_weights": {"score": 1.0}}, False),
+        ({"algorithm": "gdpo", "reward_weights": {"score": 1.0, "overlong": 1.0}}, True),
+    ],
+)
+def test_an_overlong_penalty_that_no_algorithm_reads_is_a_mistake(
+    learn: dict[str, Any], read: bool
+) -> None:
+    config = RunConfig(
+        learn=LearnConfig(**learn), rollout=RolloutConfig(overlong=OverlongConfig(penalty=0.5))
+    )
+    if read:
+        resolve_run(config, ())
+        return
+    with pytest.raises(ConfigError, match=f"value of a reward: {learn['algorithm']}"):
+        resolve_run(config, ())

@@ -211,3 +211,28 @@ def test_differences_name_the_key_and_both_values():
     assert found["tasks.0.source"] == ["a", "b"]
     assert found["model.lora"] == [{"rank": 8, "alpha": 16.0}, None]
     assert differences(a, a) == []
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message", "hint"),
+    [
+        (["rollout.overlong.buffer_tokens=48"], "is 48, but a turn has", "less than 48"),
+        (["rollout.overlong={}", "rollout.max_new_tokens=1"], "is 1, but a turn has", "null"),
+        (["rollout.overlong.buffer_tokens=0"], "must be >= 1, got 0", "buffer_tokens=..."),
+        (["rollout.overlong.penalty=0"], "must be > 0", "penalty=..."),
+        (["rollout.overlong.penalty=-1"], "it is taken off", "penalty=..."),
+        (["rollout.overlong.factor=1"], "unknown config key", "rollout.overlong."),
+    ],
+)
+def test_an_overlong_penalty_that_cannot_be_meant_is_refused(assignments, message, hint):
+    with pytest.raises(ConfigError, match=message) as caught:
+        override(RunConfig(), assignments)
+    assert hint in caught.value.hint
+
+
+def test_the_buffer_of_the_overlong_penalty_is_a_fifth_unless_set():
+    found = override(RunConfig(), ["rollout.overlong={}", "rollout.max_new_tokens=100"]).rollout
+    assert found.overlong is not None and found.overlong.buffer(found.max_new_tokens) == 20
+    found = override(RunConfig(), ["rollout.overlong.buffer_tokens=7"]).rollout
+    assert found.overlong is not None and found.overlong.buffer(found.max_new_tokens) == 7
+    assert override(RunConfig(), []).rollout.overlong is None

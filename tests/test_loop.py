@@ -17,6 +17,7 @@ from treadle.config import (
     KLConfig,
     LearnConfig,
     ModelConfig,
+    OverlongConfig,
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
@@ -402,6 +403,29 @@ def test_evals_before_and_after_use_the_strict_score_whatever_is_trained(tasks, 
     assert [e.step for e in evals] == [0, 1]
     assert all(e.n == 5 and e.k == 2 for e in evals)
     assert {r.score for e in evals for r in e.results} <= {0.0, 1.0}
+
+
+def test_an_overlong_penalty_trains_is_recorded_and_never_evaluates(tasks, tmp_path):
+    """A buffer of 5 of 6 tokens: what is sampled is longer than 1 token, and loses .2 for each."""
+    rollout = replace(
+        small(tasks).rollout, overlong=OverlongConfig(buffer_tokens=5), max_new_tokens=6
+    )
+    config = small(tasks, rollout=rollout, eval=EvalConfig(questions=5, samples=2))
+    run_config(config, tmp_path / "run", reward=letters)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        steps, evals, events = store.steps(), store.evals(finished=True), store.events()
+        made = [t for s in steps for g in store.groups(step=s.step) for t in g.trajectories]
+    for t in made:
+        taken = -max(0, t.num_sampled_tokens - 1) / 5
+        assert t.reward.parts["overlong"] == pytest.approx(taken)
+        assert t.reward.value == pytest.approx(letters(t) + taken)
+        assert t.reward.earned == pytest.approx(letters(t))
+    assert any(t.reward.parts["overlong"] <= -0.2 for t in made)
+    assert all(-1 <= s.metrics["reward/overlong_mean"] < 0 for s in steps)
+    assert {r.score for e in evals for r in e.results} <= {0.0, 1.0}
+    assert all("overlong" not in r.parts for e in evals for r in e.results)
+    cut = [e.data["message"] for e in events if e.kind == "alarm"]
+    assert any("were cut by a limit, and for 3 steps" in message for message in cut), cut
 
 
 def test_prompts_that_do_not_fit_end_the_run_with_their_length_and_no_advice_about_rewards(

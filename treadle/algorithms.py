@@ -23,6 +23,7 @@ from treadle.batch.weights import check_aggregation
 from treadle.config import CorrectionConfig, CreditConfig, LearnConfig, RunConfig
 from treadle.errors import ConfigError, did_you_mean, setting
 from treadle.losses import LOSSES
+from treadle.types import OVERLONG
 
 NONE = CorrectionConfig()
 ALIKE = CreditConfig()
@@ -91,7 +92,7 @@ ALGORITHMS: dict[str, Algorithm] = _table(
         aggregation="token_mean",
         options={"clip_high": 0.28},
         source="arXiv:2503.14476; dynamic sampling is learn.zero_variance, the overlong penalty "
-        "reward.shaping.overlong_penalty",
+        "rollout.overlong",
     ),
     Algorithm(
         name="gspo",
@@ -362,7 +363,7 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
         ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
             a teacher or a critic that is missing, or that nothing asks; groups of one
             where the advantage compares the trajectories of a group; weights of rewards that
-            nothing reads, or that are missing.
+            nothing reads, or that are missing; a penalty of the reward that nothing reads.
     """
     length = config.rollout.max_new_tokens
     out = {"": resolve(config.learn, norm_tokens=length)}
@@ -393,7 +394,26 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
             if several
             else setting("learn.algorithm=gdpo"),
         )
+    _check_overlong(config, out)
     return out
+
+
+def _check_overlong(config: RunConfig, algorithms: Mapping[str, Algorithm]) -> None:
+    """Raises ConfigError: `rollout.overlong` is set, and the reward's value teaches nothing."""
+    if config.rollout.overlong is None:
+        return
+    reads_value = [
+        a
+        for a in algorithms.values()
+        if a.advantage not in ("", "gdpo") and a.credit.agents != "recursive"
+    ]
+    if not reads_value and OVERLONG not in config.learn.reward_weights:
+        weights = setting('learn.reward_weights={"score": 1, "overlong": 1}')
+        raise ConfigError(
+            "`rollout.overlong` is set, but no algorithm of this run learns from the value of a "
+            f"reward: {', '.join(sorted({a.name for a in algorithms.values()}))}",
+            hint=f"leave it out; `gdpo` takes it as a part: {weights}",
+        )
 
 
 def check_critic(learn: LearnConfig, algorithms: Mapping[str, Algorithm]) -> None:

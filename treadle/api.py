@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from treadle import machine
-from treadle.config import ModelConfig, RunConfig, TasksConfig, differences, override, to_dict
+from treadle.config import (
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TasksConfig,
+    differences,
+    override,
+    to_dict,
+)
 from treadle.errors import RESUME, RUN_DIR, ConfigError, StoreError, setting
 from treadle.evals import EVALUATED, STARTED_BY
 from treadle.evals.visible import one_line
@@ -59,6 +67,8 @@ Tasks = str | Path | TasksConfig
 _TASKS_HINT = 'a path to a JSONL file, "reasoning_gym:FAMILY", or td.TasksConfig(source=...)'
 
 RewardFunction = Callable[[Trajectory], _Value | Awaitable[_Value]]
+
+Grade = Callable[[Trajectory], Awaitable[Reward]]
 
 
 def reward(function: RewardFunction) -> RewardFunction:
@@ -413,7 +423,7 @@ async def _parts(
     *,
     mix: Any = None,
     harness: Harness | None = None,
-    grade: Callable[[Trajectory], Awaitable[Reward]] | None = None,
+    grade: Grade | None = None,
 ) -> AsyncIterator[tuple[Parts, dict[str, Provenance]]]:
     """Build every stage, check what can be checked before a token is sampled, close them all.
 
@@ -463,7 +473,7 @@ async def _parts(
         ):
             if taught_by is not None:
                 provenance["teacher"] = taught_by
-            grades = (grade, grade) if grade else _grades(config, reward, mix, pool)
+            trains, scores = (grade, grade) if grade else _grades(config, reward, mix, pool)
             yield (
                 Parts(
                     policy=policy,
@@ -483,8 +493,8 @@ async def _parts(
                     draws=draws,
                     harness=harness or harness_named(config.rollout.harness),
                     tools=tools,
-                    reward=grades[0],
-                    score=grades[1],
+                    reward=_shaped(trains, config.rollout),
+                    score=scores,
                     teacher=teacher,
                 ),
                 provenance,
@@ -695,9 +705,19 @@ def renderer_of(loaded: LoadedModel, *, tools: bool = False) -> Renderer:
     return renderer
 
 
+def _shaped(grade: Grade, rollout: RolloutConfig) -> Grade:
+    """What trains, with the terms of its length; never what evaluates."""
+    from treadle.reward.shaping import shaped
+
+    async def train(trajectory: Trajectory) -> Reward:
+        return shaped(await grade(trajectory), trajectory, rollout)
+
+    return train
+
+
 def _grades(
     config: RunConfig, reward: RewardFunction | None, mix: Mix, pool: GraderPool
-) -> tuple[Callable[[Trajectory], Awaitable[Reward]], Callable[[Trajectory], Awaitable[Reward]]]:
+) -> tuple[Grade, Grade]:
     """The reward that trains, and the task sets' own strict scores that evaluate (B053).
 
     A task that its set cannot grade is evaluated by the reward: nothing else judges it.

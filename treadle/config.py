@@ -8,6 +8,7 @@ through JSON, so the store holds exactly what ran.
     |-- model      ModelConfig       what is trained, LoRA or full
     |-- tasks      tuple[TasksConfig]  where problems come from, and in which ratio
     |-- rollout    RolloutConfig     group size, harness, limits, sampling
+    |   `-- overlong   OverlongConfig   what an answer costs that comes near its limit
     |-- learn      LearnConfig       algorithm, optimiser, micro-batches
     |   |-- credit     CreditConfig    who of a rollout, and of a group, carries its advantage
     |   |-- entropy    EntropyConfig   what holds the entropy, and where
@@ -173,6 +174,32 @@ class TasksConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_typed("rollout.overlong")
+class OverlongConfig:
+    """DAPO's soft penalty on long answers, in the reward that trains alone: nothing up to the
+    buffer at the end of `rollout.max_new_tokens`, then linearly more; see docs/algorithms.md."""
+
+    buffer_tokens: int | None = None
+    """Tokens before `rollout.max_new_tokens` over which the penalty grows. null = a fifth of it."""
+    penalty: float = 1.0
+    """Reward units that a trajectory loses whose longest turn fills `rollout.max_new_tokens`."""
+
+    def __post_init__(self) -> None:
+        tokens = self.buffer_tokens
+        _require(tokens is None or tokens >= 1, "rollout.overlong.buffer_tokens", tokens, ">= 1")
+        _require(
+            self.penalty > 0,
+            "rollout.overlong.penalty",
+            self.penalty,
+            "> 0: it is taken off; leave rollout.overlong out for no penalty",
+        )
+
+    def buffer(self, max_new_tokens: int) -> int:
+        """Tokens, with the default filled in."""
+        return max(1, max_new_tokens // 5) if self.buffer_tokens is None else self.buffer_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 @_typed("rollout")
 class RolloutConfig:
     group_size: int = 8
@@ -186,6 +213,8 @@ class RolloutConfig:
     """"module:function" each; typed signatures become JSON schemas."""
     max_new_tokens: int = 48
     """Per turn."""
+    overlong: OverlongConfig | None = None
+    """A penalty for coming near `max_new_tokens`; null = none, {} = with the defaults."""
     max_turns: int = 8
     temperature: float = 1.0
     time_limit_s: float = 300.0
@@ -216,6 +245,14 @@ class RolloutConfig:
             f"finite and >= {MIN_TEMPERATURE:g}: a greedy rollout has no behaviour distribution "
             "to learn from",
         )
+        buffer = self.overlong.buffer(self.max_new_tokens) if self.overlong is not None else 0
+        if buffer >= self.max_new_tokens:
+            raise ConfigError(
+                f"`rollout.overlong.buffer_tokens` is {buffer}, but a turn has "
+                f"rollout.max_new_tokens = {self.max_new_tokens}: every answer would be punished "
+                "for its length",
+                hint=f"less than {self.max_new_tokens}; a fifth is usual, and what null takes",
+            )
 
 
 ENTROPY_METHODS: dict[str, dict[str, Any]] = {
@@ -565,6 +602,12 @@ class LearnConfig:
     spread_keep: float = 0.0
     """Train only the groups of widest reward spread that together have this share of the summed
     deviation of their task set in the step; 0 = all, 0.9 is usual. Needs rewards to be compared."""
+    collapse_every: int = 10
+    """Steps between measurements of how much outputs depend on their prompts (`collapse/`);
+    0 = never. See docs/entropy.md."""
+    collapse_pairs: int = 8
+    """Prompts of such a measurement: it scores the square of it, one output of each under every
+    one; 4 to 64."""
     parity_stop: float = 0.0
     """Mean |trainer - sampler logprob| in nats at step 0 that stops the run.
     0 = the bound of the compute dtype in train/parity.py."""
@@ -586,6 +629,9 @@ class LearnConfig:
         _require(self.parity_stop >= 0, "learn.parity_stop", self.parity_stop, ">= 0")
         share = self.mismatch_share
         _require(share is None or 0 <= share <= 1, "learn.mismatch_share", share, "in [0, 1]")
+        _require(self.collapse_every >= 0, "learn.collapse_every", self.collapse_every, ">= 0")
+        pairs = self.collapse_pairs
+        _require(4 <= pairs <= 64, "learn.collapse_pairs", pairs, "between 4 and 64")
         _require(self.weight_decay >= 0, "learn.weight_decay", self.weight_decay, ">= 0")
         _require(all(0 <= b < 1 for b in self.betas), "learn.betas", self.betas, "in [0, 1)")
 

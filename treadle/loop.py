@@ -57,7 +57,7 @@ from treadle.harness import Harness
 from treadle.machine import Heap
 from treadle.models.policy import Policy
 from treadle.render import Renderer
-from treadle.rollout import alarms, demonstrate, group_metrics, run_group
+from treadle.rollout import CutShort, alarms, demonstrate, group_metrics, run_group
 from treadle.rollout.group import MAX_RETRIES
 from treadle.rollout.teacher import Teacher, teacher_logprobs
 from treadle.sampler.engine import Engine
@@ -163,6 +163,7 @@ class Controller:
         self._changed = asyncio.Condition()
         self._engine_stats = parts.engine.stats()
         self._heap = Heap()
+        self._cut_short = CutShort()
         self._credit: dict[str, float] = {}
         """What credit did in the step that is being made, as metrics."""
 
@@ -399,7 +400,7 @@ class Controller:
 
     def _check_pay(self, groups: Sequence[Group]) -> None:
         """Warn, once in a process, when everything that a step's worth of groups did paid 0."""
-        values = [t.reward.value for group in groups for t in group.scored]
+        values = [t.reward.earned for group in groups for t in group.scored]
         enough = len(groups) >= self.config.rollout.groups_per_step
         if self._state.told_of_pay or not enough or not values or any(values):
             return
@@ -460,8 +461,9 @@ class Controller:
             await asyncio.to_thread(self._heap.release)
             state.version = step
             self._spans(step, generate=started, train=generated, commit=trained)
-            told = (*alarms([group for group, _ in recent]), *result.alarms, *self._credit_alarms())
-            for alarm in told:
+            made = [group for group, _ in recent]
+            told = (*alarms(made), *result.alarms, *self._credit_alarms())
+            for alarm in (*told, *filter(None, [self._cut_short.alarm(made)])):
                 log.warning("step %d: %s", step, one_line(alarm))
                 self.store.add_event("alarm", {"step": step, "message": alarm})
             self.observe("step", {"step": step, "metrics": metrics, "skipped": result.reason})

@@ -400,6 +400,10 @@ class TokenSpan:
     end: int
 
 
+OVERLONG = "overlong"
+"""The part of a reward that holds what `rollout.overlong` adds to its value: 0 or less."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
     """A judged trajectory. `value is None` = unscored, which is not 0."""
@@ -411,6 +415,20 @@ class Reward:
     """What a reviewer marked as bad, inside of the trajectory's nodes; learn.credit.span_blame."""
     error: ErrorRecord | None = None
     """Why it is unscored."""
+
+    @property
+    def earned(self) -> float | None:
+        """The value before what `rollout.overlong` took off."""
+        taken = self.parts.get(OVERLONG, 0.0)
+        if self.value is None or not taken:
+            return self.value
+        return round(self.value - taken, 9)  # the sum was rounded: 1 must be 1 again
+
+    @property
+    def solved(self) -> bool:
+        """A full strict score: the part `score`, else what was earned, >= 1."""
+        score = self.parts.get("score", self.earned)
+        return score is not None and score >= 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

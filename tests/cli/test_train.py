@@ -171,10 +171,11 @@ def test_the_plan_as_text_has_every_setting_as_set_takes_it(treadle, trained) ->
 
 
 def test_the_plan_shows_the_algorithm_of_each_task_set_with_its_numbers(treadle, workspace) -> None:
-    settings = ("learn.algorithm=dr_grpo", "learn.correction.veto_low=1e-4")
+    settings = ("learn.algorithm=dr_grpo", "learn.correction.veto_low=1e-4", "rollout.overlong={}")
     done = treadle(
         "train", "rec.py", "--dry-run", "--json", *(p for s in settings for p in ("--set", s))
     )
+    assert done.json["plan"]["step"]["overlong"] == {"free_tokens": 5, "penalty": 1.0}
     (found,) = done.json["plan"]["algorithms"].values()
     assert found == {
         "name": "dr_grpo",

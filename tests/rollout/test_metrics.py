@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from treadle.errors import ErrorRecord
-from treadle.rollout import METRICS, alarms, group_metrics
+from treadle.rollout import METRICS, CutShort, alarms, group_metrics
 from treadle.types import (
     Group,
     Message,
@@ -139,3 +140,29 @@ def test_a_set_in_which_everything_failed_says_why() -> None:
     down = ErrorRecord(kind="ToolError", where="x", message="the service is down")
     (alarm,) = alarms([group(trajectory(0, 0, None, Status.FAILED, error=down))])
     assert "all 1 trajectories" in alarm and "ToolError: the service is down" in alarm
+
+
+def test_trajectories_that_are_cut_raise_an_alarm_once_it_has_lasted() -> None:
+    """More than 5%: 1 of 20 passes, 2 of 20 do not; one good step begins the count anew."""
+
+    def step(cut: int) -> list[Group]:
+        of = [Status.TRUNCATED] * cut + [Status.FINISHED] * (20 - cut)
+        return [group(*(trajectory(i, 3, 1.0, status) for i, status in enumerate(of)))]
+
+    watch = CutShort()
+    assert [bool(watch.alarm(step(n))) for n in (2, 2, 1, 2, 2)] == [False] * 5
+    assert watch.alarm([]) == ""
+    alarm = watch.alarm(step(3))
+    assert "3 of 20 trajectories were cut" in alarm and "rollout.max_new_tokens" in alarm
+    assert [watch.alarm(step(n)) for n in (3, 3, 3, 3)] == [""] * 4
+    assert [bool(watch.alarm(step(n))) for n in (0, 2, 2, 2)] == [False, False, False, True]
+    rest = CutShort()
+    assert not any(rest.alarm(step(1)) for _ in range(9))
+
+
+def test_a_solved_answer_is_solved_however_long_it_was() -> None:
+    """A reward function without a strict score: what the penalty took off does not count."""
+    long = Reward(value=0.5, parts={"overlong": -0.5})
+    out = group_metrics([group(replace(trajectory(0, 3, 1.0), reward=long))])
+    assert out["reward/solved_frac"] == 1.0 and out["reward/mean"] == 0.5
+    assert out["reward/overlong_mean"] == -0.5

@@ -228,6 +228,12 @@ def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, An
         "tokens_per_trajectory_max": round(prompt + sampled),
         "micro_tokens": config.learn.micro_tokens,
         "spread_keep": config.learn.spread_keep,
+        "overlong": None
+        if (overlong := rollout.overlong) is None
+        else {
+            "free_tokens": rollout.max_new_tokens - overlong.buffer(rollout.max_new_tokens),
+            "penalty": overlong.penalty,
+        },
     }
 
 
@@ -413,6 +419,11 @@ def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
         + (
             f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
             if step["spread_keep"]
+            else ""
+        )
+        + (
+            f", turns beyond {overlong['free_tokens']:,} tokens cost up to {overlong['penalty']:g}"
+            if (overlong := step["overlong"])
             else ""
         )
         + f"; {step['steps']} steps",

@@ -1,14 +1,54 @@
-"""Terms that a training reward may add; pure functions of counts.
+"""Terms that are added to the reward that trains; pure functions of counts.
 
-They belong into a reward function, never into a task set's own score: an evaluation then does not
-see them (`@td.reward` trains, the task set's strict score evaluates).
+Guarantees: a term is a part of the reward by a name of its own; the score of a task set, and so an
+evaluation, never sees it; what is unscored stays so.
 
-Takes: counts. Gives: numbers to add to a reward.
+Takes: a Reward and its trajectory. Gives: a Reward.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from treadle.config import RolloutConfig
 from treadle.errors import ConfigError
+from treadle.reward.values import failed
+from treadle.types import OVERLONG, Party, Reward, Source, Trajectory
+
+
+def shaped(reward: Reward, trajectory: Trajectory, rollout: RolloutConfig) -> Reward:
+    """The reward with what `rollout.overlong` takes off, as part OVERLONG; the same object where it
+    is null, or nothing was scored.
+
+    A limit is per turn, so it is the longest turn that counts: where an answer is one turn, all of
+    it. A trajectory that was cut for another reason (its turns, the context) is not punished.
+    """
+    settings = rollout.overlong
+    if settings is None or reward.value is None:
+        return reward
+    if OVERLONG in reward.parts:
+        return failed(
+            f"of trajectory {trajectory.id}",
+            f"has a part `{OVERLONG}` of its own, which is what rollout.overlong adds",
+            hint="give that part another name, or leave rollout.overlong out",
+        )
+    penalty = overlong_penalty(
+        longest_turn(trajectory),
+        max_tokens=rollout.max_new_tokens,
+        cache_tokens=settings.buffer(rollout.max_new_tokens),
+        factor=settings.penalty,
+    )
+    return replace(reward, value=reward.value + penalty, parts={**reward.parts, OVERLONG: penalty})
+
+
+def longest_turn(trajectory: Trajectory) -> int:
+    """Tokens that the policy sampled in one turn, at most."""
+    turns = (
+        len(node.ids)
+        for node in trajectory.nodes
+        if node.source is Source.SAMPLED and node.party is Party.POLICY
+    )
+    return max(turns, default=0)
 
 
 def overlong_penalty(
@@ -36,4 +76,4 @@ def overlong_penalty(
             hint="a fifth of max_tokens is usual",
         )
     over = num_tokens - (max_tokens - cache_tokens)
-    return -factor * min(1.0, max(0.0, over / cache_tokens))
+    return -factor * min(1.0, over / cache_tokens) if over > 0 else 0.0

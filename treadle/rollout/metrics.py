@@ -19,7 +19,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "mean reward of scored trajectories; up",
     "reward/{part}_mean": "mean of a named part of the reward over scored trajectories; up",
     "reward/solved_frac": "scored trajectories with a full strict score (part `score`, else the "
-    "reward, >= 1); share of scored; up",
+    "reward before rollout.overlong, >= 1); share of scored; up",
     "reward/unscored_frac": "finished or truncated trajectories without a reward; share of all; 0",
     "reward/zero_variance_frac": "groups whose scored rewards are all equal, among groups with "
     "two or more scored; share; down",
@@ -48,6 +48,12 @@ METRICS: dict[str, str] = {
 }
 """Definition; unit; good direction (up, down, or the wanted value), where there is one."""
 
+MAX_TRUNCATED = 0.05
+"""Share of truncated trajectories that passes without a word."""
+
+TRUNCATED_STEPS = 3
+"""Steps in a row above it that raise an alarm."""
+
 TOLERANCE = 1e-6
 """Rewards closer than this share of the largest |reward| of their group count as equal."""
 
@@ -64,7 +70,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({p for t in scored for p in t.reward.parts}):
         values = [t.reward.parts[part] for t in scored if part in t.reward.parts]
         _mean(out, f"reward/{part}_mean", values)
-    _mean(out, "reward/solved_frac", [_solved(t) for t in scored])
+    _mean(out, "reward/solved_frac", [t.reward.solved for t in scored])
     _mean(out, "reward/zero_variance_frac", [_flat(g) for g in groups if len(g.scored) >= 2])
     judged = (Status.FINISHED, Status.TRUNCATED)
     unscored = [t.status in judged and t.reward.value is None for t in all_]
@@ -113,15 +119,37 @@ def alarms(groups: Sequence[Group]) -> list[str]:
     return out
 
 
+class CutShort:
+    """Tells when many trajectories are cut, once it has lasted: training on them teaches noise."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def alarm(self, groups: Sequence[Group]) -> str:
+        """A sentence when more than MAX_TRUNCATED of the trajectories of each of the last
+        TRUNCATED_STEPS steps were cut by a limit, told once until it has been otherwise; else "".
+
+        Args:
+            groups: those that finished for a step. Nothing sampled = nothing said.
+        """
+        all_ = [t for g in groups if not g.demonstrated for t in g.trajectories]
+        if not all_:
+            return ""
+        cut = sum(t.status is Status.TRUNCATED for t in all_)
+        self._steps = self._steps + 1 if cut > MAX_TRUNCATED * len(all_) else 0
+        if self._steps != TRUNCATED_STEPS:
+            return ""
+        return (
+            f"{cut} of {len(all_)} trajectories were cut by a limit, and for {TRUNCATED_STEPS} "
+            f"steps more than {MAX_TRUNCATED:.0%}: the end of an answer is what they do not learn. "
+            "Raise rollout.max_new_tokens, or teach shorter answers with rollout.overlong"
+        )
+
+
 def _mean(out: dict[str, float], name: str, values: Iterable[float]) -> None:
     values = list(values)
     if values:
         out[name] = sum(values) / len(values)
-
-
-def _solved(trajectory: Trajectory) -> bool:
-    value = trajectory.reward.parts.get("score", trajectory.reward.value)
-    return value is not None and value >= 1.0
 
 
 def _flat(group: Group) -> bool:

@@ -150,11 +150,7 @@ class Curriculum:
 
 
 def outcome_of(group: Group, index: int) -> Outcome:
-    """Passes of a group: scored rollouts with a full strict score (part `score`, else the reward,
-    >= 1), as in the metric `reward/solved_frac`."""
-    scores = [t.reward.parts.get("score", t.reward.value) for t in group.scored]
-    return Outcome(
-        index=index,
-        passed=sum(score is not None and score >= 1.0 for score in scores),
-        scored=len(scores),
-    )
+    """Passes of a group: scored rollouts with a full strict score (`Reward.solved`), as in the
+    metric `reward/solved_frac`."""
+    scored = group.scored
+    return Outcome(index=index, passed=sum(t.reward.solved for t in scored), scored=len(scored))

@@ -7,8 +7,8 @@
       -> `steps` updates of the critic towards the returns, each over all rows
 
 Guarantees:
-- nothing depends on the split into micro-batches, nor on the order of rows: returns are made per
-  row, whitening and denominators are those of the step;
+- nothing depends on the split into micro-batches or ranks, nor on the order of rows: returns are
+  made per row, whitening and denominators are those of the step;
 - observations are stepped over: their values are never computed, and what stands between two turns
   changes no return (the context that it gives to later values excepted);
 - a rollout of several branches is several rows, and each ends with the whole outcome: every branch
@@ -23,6 +23,7 @@ Takes: Samples whose algorithm's advantage is `gae`. Gives: Samples with advanta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ from treadle.errors import ContractError
 from treadle.losses import value_loss
 from treadle.models.value import Trunk, ValueModel
 from treadle.train.optim import Optimiser
+from treadle.train.ranks import add_gradients, added, gathered, own
 from treadle.types import Sample
 
 METRICS: dict[str, str] = {
@@ -66,8 +68,9 @@ class Valued:
     """All rows of the step, in order; those that the critic judges with its advantages."""
     micros: tuple[MicroBatch, ...]
     """Of the judged rows alone."""
-    features: tuple[Tensor, ...]
-    """Of every micro-batch, where the trunk does not move with the critic; else empty."""
+    features: Mapping[int, Tensor]
+    """Of this rank's micro-batches by their place in the step, where the trunk does not move with
+    the critic; else empty."""
     old: tuple[Tensor, ...]
     """V [n] of every micro-batch."""
     returns: tuple[Tensor, ...]
@@ -129,27 +132,28 @@ class Critic:
         """
         rows = [i for i, mine in enumerate(judged) if mine]
         if not rows:
-            return Valued(samples=list(samples), micros=(), features=(), old=(), returns=())
+            return Valued(samples=list(samples), micros=(), features={}, old=(), returns=())
         outcomes = [_outcome(samples[i]) for i in rows]
         micros = pack(
             [samples[i] for i in rows],
             micro_tokens=self._micro_tokens,
             weights=[weights[i] for i in rows],
         )
-        features, old = list[Tensor](), list[Tensor]()
+        features, mine = dict[int, Tensor](), list[NDArray[np.float32]]()
         with torch.no_grad():
-            for micro in micros:
-                found = self._features(micro)
-                old.append(self.model.values(found))
+            for i in own(len(micros)):
+                found = self._features(micros[i])
+                mine.append(self.model.values(found).cpu().numpy())
                 if not self.model.trunk_gradient:
-                    features.append(found)
+                    features[i] = found
+        old = gathered(mine)
         # Rows side by side, each reduced to its trained tokens: the others are stepped over.
         place = np.concatenate([micro.row for micro in micros])
         counts = np.bincount(place, minlength=len(rows))
         mask = np.arange(counts.max()) < counts[:, None]
         at = np.concatenate([_rank(micro.row) for micro in micros])
         values = np.zeros(mask.shape)
-        values[place, at] = np.concatenate([v.cpu().numpy() for v in old])
+        values[place, at] = np.concatenate(old)
         rewards = np.zeros(mask.shape)
         rewards[np.arange(len(rows)), counts - 1] = outcomes
         raw, returns = gae(rewards, values, mask, gamma=self.config.gamma, lam=self.config.lam)
@@ -163,8 +167,8 @@ class Critic:
         return Valued(
             samples=out,
             micros=tuple(micros),
-            features=tuple(features),
-            old=tuple(old),
+            features=features,
+            old=tuple(torch.tensor(v, device=self._device) for v in old),
             returns=tuple(torch.tensor(t, device=self._device) for t in targets),
         )
 
@@ -185,8 +189,9 @@ class Critic:
         shared = self.config.kind == "head" and self.config.trunk_gradient
         scale = self.config.coef / (times if shared else 1)
         for time in range(times):
-            loss, tokens, clipped = 0.0, 0.0, 0.0
-            for i, micro in enumerate(valued.micros):
+            mine = defaultdict[str, float](float)
+            for i in own(len(valued.micros)):
+                micro = valued.micros[i]
                 features = valued.features[i] if valued.features else self._features(micro)
                 out = value_loss(
                     self.model.values(features),
@@ -198,18 +203,22 @@ class Critic:
                 )
                 (scale * out.loss).backward()
                 sums = torch.stack([out.loss.detach(), *out.stats.values()]).tolist()
-                found = dict(zip(("loss", *out.stats), sums, strict=True))
-                loss += found["loss"]
-                tokens += found["value_tokens"]
-                clipped += found["value_clipped_tokens"]
-            update = self._optimiser.apply(loss, where=f"update {time + 1} of the critic, {step=}")
+                for name, value in zip(("loss", *out.stats), sums, strict=True):
+                    mine[name] += value
+            found = added(mine)
+            add_gradients(self.model.parameters().values())
+            update = self._optimiser.apply(
+                found["loss"], where=f"update {time + 1} of the critic, {step=}"
+            )
             if update.applied:
                 self.model.refresh()
                 applied = True
             if time == 0:
-                metrics["value/loss"] = loss
+                metrics["value/loss"] = found["loss"]
             else:
-                metrics["value/clipped_frac"] = clipped / tokens
+                metrics["value/clipped_frac"] = (
+                    found["value_clipped_tokens"] / found["value_tokens"]
+                )
             metrics["value/grad_norm"] = update.grad_norm
         self._rounds += applied
         return metrics

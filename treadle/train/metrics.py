@@ -1,7 +1,7 @@
 """Every metric of a training step: name, unit, definition; and the sums they are made of.
 
-Means are over the trained tokens of the whole step: micro-batches add up their sums, and one
-division follows. What is not defined for a step is absent.
+Means are over the trained tokens of the whole step: micro-batches and ranks add up their sums, and
+one division follows. What is not defined for a step is absent.
 
 Takes: sums. Gives: a dict of floats by documented name.
 """
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
 from treadle.schedule.lag import token_lags
+from treadle.train.collapse import METRICS as COLLAPSE
 from treadle.train.critic import METRICS as CRITIC
 from treadle.train.entropy import METRICS as ENTROPY
 from treadle.train.kl import METRICS as KL
@@ -57,8 +58,8 @@ METRICS: dict[str, str] = {
     "batch/oversized": "micro-batches of one row that alone exceeds learn.micro_tokens",
     "step/skipped_nonfinite": "1 when loss or gradient was not finite and the update was skipped",
     "time/pack_s": "wall clock of packing",
-    "time/forward_s": "wall clock of the forwards, as the host sees it",
-    "time/backward_s": "wall clock of losses and backwards, as the host sees it",
+    "time/forward_s": "wall clock of this rank's forwards, as the host sees it",
+    "time/backward_s": "wall clock of this rank's losses and backwards, as the host sees it",
     "time/optimizer_s": "wall clock of clipping, AdamW and the policy's refresh",
     "parity/mean_abs_nats": "mean |trainer - sampler logprob| of the guarded step, its own tokens",
     "parity/max_abs_nats": "largest |trainer - sampler logprob| of the guarded step",
@@ -68,6 +69,7 @@ METRICS: dict[str, str] = {
     **MISMATCH,
     **PROXIMAL,
     **CRITIC,
+    **COLLAPSE,
     "time/critic_s": "wall clock of the critic: values, advantages and its updates",
     "correction/weight_mean": "mean factor by which a correction multiplies a token's weight, "
     "dropped tokens as 0, over tokens whose algorithm has one",
@@ -89,14 +91,14 @@ class Sums:
     """Sums by name; adding is all they can do until the step divides."""
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        self.values: dict[str, float] = {}
 
     def add(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._values[name] = self._values.get(name, 0.0) + float(value)
+            self.values[name] = self.values.get(name, 0.0) + float(value)
 
     def __getitem__(self, name: str) -> float:
-        return self._values.get(name, 0.0)
+        return self.values.get(name, 0.0)
 
     def per(self, name: str, count: str) -> float:
         """One sum over another; 0 when there is nothing to count."""

@@ -13,6 +13,8 @@ Guarantees:
 - a step that cannot teach (no samples, all advantages 0, not finite) is skipped with its own
   reason, weights and moments untouched; several non-finite steps in a row end the run;
 - random operations of the forward are a function of (seed, step);
+- over several ranks, each of which is given the whole step, everything that is decided or measured
+  is of the whole step: see ranks.py;
 - controllers (entropy, KL) move once per applied step, and are part of the state;
 - the weights that a step begins with are remembered as its version, where mismatch is measured;
 - with a critic the samples bring outcomes, and every call makes their advantages anew; while it
@@ -38,6 +40,7 @@ from treadle.config import LearnConfig
 from treadle.errors import ContractError, WeightsError
 from treadle.models.value import Trunk
 from treadle.schedule.lag import token_lags
+from treadle.train.collapse import CollapseWatch
 from treadle.train.critic import Critic
 from treadle.train.forward import TrainablePolicy, forward
 from treadle.train.metrics import Scored, Sums, step_metrics
@@ -47,6 +50,7 @@ from treadle.train.optim import Optimiser
 from treadle.train.parity import Parity, compare
 from treadle.train.parity import guard as stop_on_mismatch
 from treadle.train.proximal import Proximal
+from treadle.train.ranks import add_gradients, added, gathered, own
 from treadle.train.terms import Regulariser, Terms
 from treadle.types import Sample
 
@@ -110,6 +114,7 @@ class Trainer:
         check_critic(learn, algorithms)
         self.objective = Objective(algorithms, measured=learn.mismatch_share == 1)
         self.regulariser = Regulariser(policy, learn, seed=seed, algorithm=algorithms[""])
+        self.collapse = CollapseWatch(policy, learn, seed=seed)
         self.critic = None
         if learn.critic is not None:
             self.critic = Critic(learn.critic, learn, policy, value_trunk)
@@ -140,7 +145,7 @@ class Trainer:
         """Train once on the samples.
 
         Args:
-            samples: of the whole step, any order.
+            samples: of the whole step, any order; over several ranks the same on each.
             step: index of this step, from 0.
             version: policy version of the current weights, for the lag; None = `step`, which is
                 right when every step publishes one.
@@ -193,10 +198,14 @@ class Trainer:
                 step, samples, micros, lambda i, out: self.objective.loss(out, keys[i]).loss
             )
             sums.add({"time/forward_s": time.perf_counter() - started})
-            scored = [
-                (micro, self._accumulate(i, micro, keys[i], terms, sums, learns=not frozen))
-                for i, micro in enumerate(micros)
+            dependence, collapsed = self._dependence(step, samples)
+            shares = Sums()
+            logps = [
+                self._accumulate(i, micros[i], keys[i], terms, sums, shares, learns=not frozen)
+                for i in own(len(micros))
             ]
+            scored = list(zip(micros, gathered(logps), strict=True))
+            sums.add(added(shares.values))
         if guard and agreement is None:
             agreement = self._guard(scored, samples, version)
 
@@ -205,6 +214,7 @@ class Trainer:
         if frozen:
             self.optimiser.clear()  # of what a critic's gradient left
         else:
+            add_gradients(self.policy.parameters().values())
             update = self.optimiser.apply(sums["loss"], where=f"step {step}")
             if update.applied:
                 self.policy.refresh()
@@ -215,10 +225,8 @@ class Trainer:
             "batch/rows": float(len(samples)),
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
-        regular, alarms = self.regulariser.end(
-            step, terms, sums.__getitem__, num_rows=len(samples), applied=applied
-        )
-        metrics |= regular | of_values
+        regular, alarms = self.regulariser.end(step, terms, sums.__getitem__, applied=applied)
+        metrics |= regular | of_values | dependence
         if agreement is not None:
             metrics["parity/mean_abs_nats"] = agreement.mean_abs
             metrics["parity/max_abs_nats"] = agreement.max_abs
@@ -229,16 +237,16 @@ class Trainer:
             skipped=not done,
             reason="" if done else NOT_FINITE,
             parity=agreement,
-            alarms=alarms,
+            alarms=(*alarms, *filter(None, [collapsed])),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of moments and counters, and the controllers and the critic that there are:
-        {"tensors": {...}, "counters": {...}, "mismatch": {...}, "entropy": {...}, "kl": {...},
-        "critic": {...}}."""
-        state = self.optimiser.state_dict() | {"mismatch": self.watch.state_dict()}
+        {"tensors": {...}, "counters": {...}, "mismatch": {...}, "collapse": {...},
+        "entropy": {...}, "kl": {...}, "critic": {...}}."""
+        watched = {"mismatch": self.watch.state_dict(), "collapse": self.collapse.state_dict()}
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
-        return state | self.regulariser.state_dict() | critic
+        return self.optimiser.state_dict() | watched | self.regulariser.state_dict() | critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises WeightsError: the state belongs to another policy, to other controllers, or to
@@ -252,6 +260,8 @@ class Trainer:
         self.regulariser.load_state_dict(state)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
+        if "collapse" in state:  # not so where the run began without it: it counts anew
+            self.collapse.load_state_dict(state["collapse"])
         self.optimiser.load_state_dict(state)
         # A checkpoint from before there was a watch counts from 0.
         self.watch.load_state_dict(state.get("mismatch", {"steps": 0}))
@@ -284,19 +294,30 @@ class Trainer:
         firsts = np.flatnonzero(np.diff(micro.sequence, prepend=-1))
         return [self.objective.key(samples[row].taskset) for row in micro.row[firsts]]
 
+    def _dependence(self, step: int, samples: Sequence[Sample]) -> tuple[dict[str, float], str]:
+        """Of outputs on prompts, where this step measures it, and an alarm."""
+        started = time.perf_counter()
+        metrics, alarm = self.collapse.measure(step, samples)
+        if metrics:
+            metrics["time/collapse_s"] = time.perf_counter() - started
+        return metrics, alarm
+
     def _screen(
         self, micros: Sequence[MicroBatch], samples: Sequence[Sample], sums: Sums
     ) -> tuple[list[Scored], set[int]]:
         """A forward of its own, and the rows that leave: they must leave the weights too."""
         started = time.perf_counter()
+        mine: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
+        for i in own(len(micros)):
+            with torch.no_grad():
+                out = forward(self.policy, micros[i])
+                left = self.objective.rejected(out, self._keys(micros[i], samples))
+            mine.append((out.logp.float().cpu().numpy(), left.cpu().numpy()))
         scored: list[Scored] = []
         gone: set[int] = set()
         num_tokens = 0
-        for micro in micros:
-            with torch.no_grad():
-                out = forward(self.policy, micro)
-                left = self.objective.rejected(out, self._keys(micro, samples)).cpu().numpy()
-            scored.append((micro, out.logp.float().cpu().numpy()))
+        for micro, (logp, left) in zip(micros, gathered(mine), strict=True):
+            scored.append((micro, logp))
             gone.update(micro.row[left].tolist())
             num_tokens += int(left.sum())
         sums.add(
@@ -316,11 +337,12 @@ class Trainer:
         keys: Sequence[str],
         terms: Terms,
         sums: Sums,
+        shares: Sums,
         *,
         learns: bool,
     ) -> NDArray[np.float32]:
         """Forward of micro-batch i, and backward if it learns; its log-probabilities [n],
-        detached."""
+        detached. What ranks add up goes to `shares`, this one's times to `sums`."""
         started = time.perf_counter()
         with torch.set_grad_enabled(learns):
             out = forward(self.policy, micro, entropy_gradient=terms.entropy_gradient)
@@ -332,7 +354,7 @@ class Trainer:
         values = result.stats | described
         values |= {"loss": result.loss.detach(), "entropy": out.entropy.detach().sum()}
         # One transfer for all of them: on a GPU each would wait for the device.
-        sums.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
+        shares.add(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         done = time.perf_counter()
         sums.add({"time/forward_s": middle - started, "time/backward_s": done - middle})
         return out.logp.detach().float().cpu().numpy()

@@ -6,8 +6,8 @@
     end(step, sums)                       moves the controllers; metrics and alarms
 
 Guarantees: everything that needs the whole step (means, choices, counts) is decided in `begin`, so
-no term depends on the split into micro-batches; counts are of sampled tokens, so demonstrations in
-the same step change none of it; a step that was not applied moves no controller.
+no term depends on the split into micro-batches or ranks; counts are of sampled tokens, so
+demonstrations in the same step change none of it; a step that was not applied moves no controller.
 
 Takes: EntropyConfig, KLConfig, micro-batches. Gives: terms, metrics, alarms and a state.
 """
@@ -15,7 +15,7 @@ Takes: EntropyConfig, KLConfig, micro-batches. Gives: terms, metrics, alarms and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from treadle.errors import WeightsError
 from treadle.train.entropy import Dial, EntropyControl, canonical_order, clip_cov, kl_cov
 from treadle.train.forward import Forward, TrainablePolicy, forward
 from treadle.train.kl import KLControl, ReferencePolicy
+from treadle.train.ranks import gathered, own
 from treadle.types import Sample
 
 PolicyLoss = Callable[[int, Forward], Tensor]
@@ -46,12 +47,15 @@ class Terms:
 
     dial: Dial | None
     kl: KLControl | None
-    references: Sequence[Tensor] = ()
-    """log pi_ref of every micro-batch, where there is a KL term."""
+    references: Mapping[int, Tensor] = field(default_factory=dict)
+    """log pi_ref of this rank's micro-batches by their place in the step, where there is a KL
+    term."""
     chosen: Sequence[Tensor] = ()
-    """Tokens of every micro-batch that clip_cov or kl_cov chose."""
+    """Tokens of every micro-batch of the step that clip_cov or kl_cov chose."""
     num_tokens: int = 0
     """Sampled tokens of the step."""
+    num_rows: int = 0
+    """Rows of the step that have one."""
 
     @property
     def entropy_gradient(self) -> bool:
@@ -185,11 +189,17 @@ class Regulariser:
             policy_loss: what the step will minimise; asked, for clip_cov alone, which tokens it
                 gives a gradient.
         """
+        references: dict[int, Tensor] = {}
+        if self.kl is not None:
+            mine = own(len(micros))
+            found = self.kl.references([micros[i] for i in mine])
+            references = dict(zip(mine, found, strict=True))
         terms = Terms(
             dial=self.dial(step),
             kl=self.kl,
-            references=[] if self.kl is None else self.kl.references(micros),
+            references=references,
             num_tokens=sum(int(np.isfinite(m.behaviour).sum()) for m in micros),
+            num_rows=sum(len(np.unique(m.row[np.isfinite(m.behaviour)])) for m in micros),
         )
         if terms.dial is None or not terms.dial.selects or terms.num_tokens == 0:
             return terms
@@ -207,9 +217,9 @@ class Regulariser:
         assert self.entropy is not None and terms.dial is not None
         config, clips = self.entropy.config, terms.dial.method == "clip_cov"
         columns: list[tuple[np.ndarray, ...]] = []
-        for i, micro in enumerate(micros):
+        for i in own(len(micros)):
             with torch.no_grad():
-                out = forward(self._policy, micro)
+                out = forward(self._policy, micros[i])
                 out = replace(out, advantage=terms.rewarded(i, out))
             free = sampled(out)
             if clips:
@@ -219,7 +229,9 @@ class Regulariser:
             columns.append(
                 tuple(x.cpu().numpy() for x in (out.advantage, out.logp, sampled(out), free))
             )
-        advantage, logp, mask, free = (np.concatenate(c) for c in zip(*columns, strict=True))
+        advantage, logp, mask, free = (
+            np.concatenate(c) for c in zip(*gathered(columns), strict=True)
+        )
         row = np.concatenate([m.row for m in micros])[mask]
         position = np.concatenate([m.position for m in micros])[mask]
         rank = canonical_order(samples, row, position)
@@ -244,13 +256,12 @@ class Regulariser:
         return [torch.tensor(part, device=device) for part in np.split(chosen, cuts)]
 
     def end(
-        self, step: int, terms: Terms, sums: Callable[[str], float], *, num_rows: int, applied: bool
+        self, step: int, terms: Terms, sums: Callable[[str], float], *, applied: bool
     ) -> tuple[dict[str, float], tuple[str, ...]]:
         """Metrics of the step and alarms as sentences; then the controllers move.
 
         Args:
             sums: of what `Terms.penalty` gave, over the step, by name.
-            num_rows: rows with sampled tokens.
             applied: the update was made.
         """
         metrics: dict[str, float] = {}
@@ -273,7 +284,7 @@ class Regulariser:
                 sums("reference_k1"),
                 sums("reference_k3"),
                 num_tokens=n,
-                num_rows=num_rows,
+                num_rows=terms.num_rows,
                 move=applied,
             )
             if self.kl.in_loss:
