@@ -75,8 +75,8 @@ class Setup:
     every: int
     """Steps between held-out evaluations."""
     bounds: tuple[float, float]
-    """Of |zeta|: replies of a few tokens need more than a long answer's, whose tails are longer. The
-    smallest lets the controller change sides within ten steps."""
+    """Of |zeta|: replies of a few tokens need more than a long answer's, whose tails are longer.
+    The smallest lets the controller change sides within ten steps."""
     target: tuple[tuple[int, float], ...]
     """H* in nats per token by step: from about what the model starts with to what is held. A fixed
     target below the start would first drive the policy to it."""
