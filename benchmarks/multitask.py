@@ -87,7 +87,7 @@ def write_tasks(folder: Path) -> dict[str, Path]:
         if len(of) < 400:
             of[question] = answer
         index += 1
-    paths = {name: folder / f"{name}.jsonl" for name in FAMILIES}
+    paths = {name: folder / f"{name}.jsonl" for name in names}
     for name, path in paths.items():
         pairs = sorted(found[name].items())
         random.Random(name).shuffle(pairs)
