@@ -198,7 +198,7 @@ class Trainer:
             "batch/oversized": float(sum(m.num_tokens > self.learn.micro_tokens for m in micros)),
         }
         regular, alarms = self.regulariser.end(
-            step, terms, sums.__getitem__, num_rows=len(samples), applied=applied
+            step, terms, sums.__getitem__, num_rows=_sampled_rows(micros), applied=applied
         )
         metrics |= regular | of_values
         if agreement is not None:
@@ -344,3 +344,8 @@ class Trainer:
                     f"version {sample.versions[at]}: it was not sampled",
                     hint="the engine must return a logprob and a version per sampled token",
                 )
+
+
+def _sampled_rows(micros: Sequence[MicroBatch]) -> int:
+    """Rows that a sampler made, and not a demonstration."""
+    return sum(len(np.unique(m.row[np.isfinite(m.behaviour)])) for m in micros)
