@@ -346,7 +346,8 @@ def test_demonstrations_in_the_step_change_no_term(
         trainer = Trainer(policy, config, seed=5, algorithms=algorithms)
         off(policy, 1.3)
         metrics = trainer.step(samples + (demo if demonstrated else []), step=0).metrics
-        outcomes.append({k: v for k, v in metrics.items() if k.startswith(("entropy/", "kl/"))})
+        terms = ("entropy/", "kl/", "policy/", "ratio/")
+        outcomes.append({k: v for k, v in metrics.items() if k.startswith(terms)})
         assert all(math.isfinite(v) for v in metrics.values())
     assert outcomes[0].keys() == outcomes[1].keys()
     for name, value in outcomes[0].items():
