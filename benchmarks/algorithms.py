@@ -12,7 +12,7 @@ prompts, seeds, steps, samples and learning rate, so that it is the algorithm th
 for all is a choice: it is the default's, and others might do better at theirs.
 
 CPU budget: 40 steps x 8 groups x 8 samples and 5 evaluations take about 20 seconds on one core;
-27 presets x 3 seeds x 2 families on 2 cores are about half an hour.
+26 presets x 3 seeds x 2 families on 2 cores are about half an hour.
 
 Rows are appended to results/algorithms.jsonl, one per (setting, algorithm, family, seed, commit);
 `--full` skips what it has at any commit. The default run measures `cispo`, `grpo` and the wrong
@@ -61,8 +61,17 @@ LR = 3e-4
 WRONG = "wrong_sign"
 """The control: the default algorithm, paid for being wrong."""
 SAMPLE = ("cispo", "grpo", WRONG)
-OTHER = frozenset({"sft", "distill"})
-"""Presets that do not learn from rewards."""
+OTHER = frozenset({"sft", "distill", "distill_reward"})
+"""Presets that learn from demonstrations or a teacher: benchmarks/sft_rl_distill.py."""
+
+
+OWN = {
+    "gdpo": ['learn.reward_weights={"score": 1, "lenient": 0.5}'],
+    "ppo": ["learn.critic={}"],
+    # Where all are paid nothing, a run under the wrong sign would wait for a group that teaches.
+    WRONG: ["learn.zero_variance=keep"],
+}
+"""What an algorithm needs beside its name."""
 
 
 def base(directory: Path) -> None:
@@ -126,9 +135,6 @@ def wrong(trajectory: Any) -> float:
 
 def settings(algorithm: str, seed: int) -> list[str]:
     """What a run is: `a.b=c` on top of the defaults."""
-    # Where all are paid nothing, a run under the wrong sign would wait for a group that teaches.
-    control = ["learn.zero_variance=keep"] if algorithm == WRONG else []
-    several = ['learn.reward_weights={"score": 1, "lenient": 0.5}'] if algorithm == "gdpo" else []
     return [
         f"seed={seed}",
         f"steps={STEPS}",
@@ -147,8 +153,7 @@ def settings(algorithm: str, seed: int) -> list[str]:
         "eval.samples=8",
         f"eval.every={EVERY}",
         "store.checkpoint_every=1000",
-        *several,
-        *control,
+        *OWN.get(algorithm, ()),
     ]
 
 

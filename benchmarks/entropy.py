@@ -16,7 +16,7 @@ The tiny model (0.33 million parameters, all trained) is made in seconds: random
 numbers drawn evenly from the ranges, until two thirds of its own are right.
 
 CPU budget: tiny 120 + 80 steps x 64 short answers, about two minutes a row on one core, 9 rows.
-SmolLM2 50 + 40 steps x 64 answers of at most 8 tokens, about 3 minutes a row on two cores, 9 rows.
+SmolLM2 70 + 40 steps x 64 answers of at most 6 tokens, about 3 minutes a row on two cores, 9 rows.
 
 Rows are appended to results/entropy.jsonl, one per (setting, arm, seed, commit).
 
@@ -69,10 +69,14 @@ class Setup:
     model: str
     """"" = made here."""
     question: str
+    system: str
     steps: tuple[int, int]
     """Of phase 1 and 2."""
     every: int
     """Steps between held-out evaluations."""
+    bounds: tuple[float, float]
+    """Of |zeta|: replies of a few tokens need more than a long answer's, whose tails are longer.
+    The smallest lets the controller change sides within ten steps."""
     target: tuple[tuple[int, float], ...]
     """H* in nats per token by step: from about what the model starts with to what is held. A fixed
     target below the start would first drive the policy to it."""
@@ -85,8 +89,10 @@ SETUPS = {
     "tiny": Setup(
         model="",
         question="{low} to {high}",
+        system="",
         steps=(120, 80),
         every=20,
+        bounds=(0.01, 0.5),
         target=((0, 1.1), (30, 0.8)),
         settings=(
             "model.lora=null",
@@ -99,15 +105,17 @@ SETUPS = {
     ),
     "smollm2": Setup(
         model="smollm2-135m",
-        question="Say a number from {low} to {high}.",
-        steps=(50, 40),
+        question="Pick a number between {low} and {high}.",
+        system="Reply with a number.",
+        steps=(70, 40),
         every=10,
-        target=((0, 2.4), (20, 1.0)),
+        bounds=(0.005, 0.1),
+        target=((10, 2.5), (40, 1.0)),
         settings=(
             "model.lora.rank=8",
             "model.lora.alpha=16",
             "model.max_context=128",
-            "rollout.max_new_tokens=8",
+            "rollout.max_new_tokens=6",
             "learn.lr=2e-4",
         ),
         workers=1,
@@ -116,9 +124,9 @@ SETUPS = {
 
 
 def questions(setup: Setup) -> list[dict[str, Any]]:
-    """Ranges of two-digit numbers, 8 to 30 wide: each has a multiple of 7. The first are held
+    """Ranges of two-digit numbers, 9 to 30 wide: a multiple of 7 is within each. The first are held
     out."""
-    ranges = [(a, a + w) for a in range(10, 92) for w in range(8, 31) if a + w <= 99]
+    ranges = [(a, a + w) for a in range(10, 91) for w in range(9, 31) if a + w <= 99]
     random.Random(0).shuffle(ranges)
     return [
         {
@@ -138,9 +146,10 @@ def said(trajectory: Any) -> int | None:
 
 
 def in_range(trajectory: Any) -> float:
-    """Phase 1: any number of the range."""
+    """Phase 1: any number within the range, but not its ends: a reply that repeats the question
+    would be right."""
     number, data = said(trajectory), trajectory.task.data
-    return float(number is not None and data["low"] <= number <= data["high"])
+    return float(number is not None and data["low"] < number < data["high"])
 
 
 def multiple(trajectory: Any) -> float:
@@ -163,15 +172,13 @@ def noisy(pays: str) -> Any:
     return reward
 
 
-def arm_settings(arm: str, target: Sequence[Sequence[float]]) -> list[str]:
-    """The controllers' ranges suit short answers of a small vocabulary; repo_r's smallest value
-    lets it change sides in ten steps."""
+def arm_settings(arm: str, setup: Setup) -> list[str]:
     own = {
         "grpo": [],
-        "repo_r": ["bounds=[0.01, 0.5]", "strength=0.01"],
+        "repo_r": [f"bounds={json.dumps(setup.bounds)}", f"strength={setup.bounds[0]}"],
         "bonus": ["bounds=[0, 1]", "rate=0.005"],
     }[arm]
-    both = [f"method={arm}", f"target={json.dumps(target)}"]
+    both = [f"method={arm}", f"target={json.dumps(setup.target)}"]
     return [f"learn.entropy.{one}" for one in [*both, *own]] if own else []
 
 
@@ -193,8 +200,8 @@ def settings(setup: Setup, seed: int, steps: int) -> list[str]:
 
 
 def setting(setup: Setup) -> str:
-    arms = [arm_settings(arm, setup.target) for arm in ARMS]
-    start = setup.model or SUPERVISED
+    arms = [arm_settings(arm, setup) for arm in ARMS]
+    start = [setup.model, setup.system] if setup.model else SUPERVISED
     what = [settings(setup, 0, 0), setup.steps, arms, questions(setup), FLIPPED, DIVISOR, start]
     return blake2b(json.dumps(what).encode(), digest_size=6).hexdigest()
 
@@ -217,7 +224,7 @@ def base(directory: Path) -> None:
         loaded = load(start, max_context=64)
         policy = Policy(loaded, lora=None, dtype=torch.float32)
         shown = [
-            demonstrate(loaded, row["prompt"], str(rng.randint(row["low"], row["high"])))
+            demonstrate(loaded, row["prompt"], str(rng.randint(row["low"] + 1, row["high"] - 1)))
             for row in questions(SETUPS["tiny"])
             if row["split"] == "train"
             for _ in range(4)
@@ -245,7 +252,9 @@ def train(
     tasks.write_text("".join(json.dumps(row) + "\n" for row in questions(setup)))
     td.train(
         model=model,
-        tasks=td.TasksConfig(source=f"jsonl:{tasks}", reward=f"benchmarks.entropy:{pays}"),
+        tasks=td.TasksConfig(
+            source=f"jsonl:{tasks}", system=setup.system, reward=f"benchmarks.entropy:{pays}"
+        ),
         reward=noisy(pays),
         run_dir=run_dir,
         settings=chosen,
@@ -271,7 +280,7 @@ def measure(name: str, model: str, arm: str, seed: int) -> dict[str, Any]:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         one, two = Path(scratch) / "one", Path(scratch) / "two"
-        own = arm_settings(arm, setup.target)
+        own = arm_settings(arm, setup)
         first, entropies = train(
             setup, model, "in_range", [*settings(setup, seed, setup.steps[0]), *own], one
         )
