@@ -12,7 +12,7 @@ prompts, seeds, steps, samples and learning rate, so that it is the algorithm th
 for all is a choice: it is the default's, and others might do better at theirs.
 
 CPU budget: 40 steps x 8 groups x 8 samples and 5 evaluations take about 20 seconds on one core;
-26 presets x 3 seeds x 2 families on 2 cores are about half an hour.
+29 presets and the control, 3 seeds and 2 families on 2 cores are about half an hour.
 
 Rows are appended to results/algorithms.jsonl, one per (setting, algorithm, family, seed, commit);
 `--full` skips what it has at any commit. The default run measures `cispo`, `grpo` and the wrong
@@ -188,7 +188,8 @@ def measure(model: str, algorithm: str, family: str, seed: int) -> dict[str, Any
             for row in store.evals(finished=True):
                 by_question = scores_of(row)["strict"].values()
                 curve[row.step] = fmean(fmean(s or 0.0 for s in each) for each in by_question)
-            last = store.steps()[-1].metrics
+            # The latest step that trained: a control that is paid nothing skips its last ones.
+            last = [s.metrics for s in store.steps() if "policy/entropy_nats" in s.metrics][-1]
     steps = sorted(curve)
     area = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in itertools.pairwise(steps))
     return {
