@@ -41,8 +41,10 @@ def test_every_preset_can_run(name: str) -> None:
     assert found.advantage in ESTIMATORS or found.term == "ce" or found.distils
 
 
-def test_every_policy_loss_is_the_loss_of_some_preset() -> None:
-    assert set(POLICY_LOSSES) == {a.loss for a in ALGORITHMS.values() if a.term == "rl"}
+def test_the_loss_of_a_preset_is_a_policy_loss_unless_it_learns_from_demonstrations() -> None:
+    """A loss without a preset is one too: adding it touches no other file."""
+    for algorithm in ALGORITHMS.values():
+        assert (algorithm.loss in POLICY_LOSSES) is (algorithm.term == "rl")
 
 
 def test_every_number_of_a_loss_has_a_default_that_is_a_number() -> None:
@@ -144,7 +146,7 @@ def test_the_fixed_length_is_the_runs_unless_it_is_named() -> None:
 
 def test_the_settings_survive_the_command_line_and_json() -> None:
     config = override(
-        RunConfig(tasks=(TasksConfig(source="a"),)),
+        RunConfig(tasks=(TasksConfig(source="a"), TasksConfig(source="b"))),
         [
             "learn.algorithm=dapo",
             "learn.loss_options.clip_high=0.3",
@@ -153,7 +155,7 @@ def test_the_settings_survive_the_command_line_and_json() -> None:
         ],
     )
     assert config.learn.correction == CorrectionConfig(weight="token")
-    assert resolve_run(config, ("a",))[""].options == {"clip_high": 0.3}
+    assert resolve_run(config, ("a", "b"))["b"].options == {"clip_high": 0.3}
 
 
 # --------------------------------------------------------------------------- mistakes
@@ -280,3 +282,123 @@ def test_an_overlong_penalty_that_no_algorithm_reads_is_a_mistake(
         return
     with pytest.raises(ConfigError, match=f"value of a reward: {learn['algorithm']}"):
         resolve_run(config, ())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("cispo", {"ratio_max": 0.5}),
+        ("cispo", {"ratio_max": -1.0}),
+        ("cispo", {"ratio_min": 3.0}),
+        ("cispo", {"drop_low": -1.0}),
+        ("grpo", {"dual_clip": 0.5}),
+        ("grpo", {"clip_low": -0.1}),
+        ("grpo", {"clip_high": -0.1}),
+        ("gspo", {"clip_high": -1.0}),
+        ("sapo", {"tau_positive": 0.0}),
+        ("dis", {"low_positive": 2.0}),
+        ("dis", {"high_negative": 0.5}),
+        ("dppo_kl", {"ratio_max": 0.0}),
+        ("deepseek", {"drop_above": -1.0}),
+        ("kimi_pmd", {"tau": 0.0}),
+        ("kimi_pmd", {"tau": -1.0}),
+        ("kimi_token", {"log_low": 1.0}),
+        ("kimi_token", {"log_high": -2.0}),
+        ("prime_rl", {"tau": -1.0}),
+    ],
+)
+def test_a_number_that_breaks_the_loss_is_refused_with_the_defaults(
+    algorithm: str, options: dict[str, float]
+) -> None:
+    """A dual clip below 1, a window without 1, a temperature of 0: NaN, or a step that learns from
+    one sign of the advantage alone."""
+    with pytest.raises(ConfigError, match=f"with {next(iter(options))} ") as caught:
+        resolve(LearnConfig(algorithm=algorithm, loss_options=options))
+    assert "its defaults are" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("cispo", {"drop_low": 1.0, "drop_high": 1.0, "ratio_max": 1.0}),
+        ("grpo", {"clip_low": 2.0, "dual_clip": 3.0}),
+        ("grpo", {"clip_low": 0.0, "clip_high": 0.0}),
+        ("gspo", {"clip_low": 0.2}),
+        ("kimi_token", {"tau": 0.0}),
+    ],
+)
+def test_a_number_at_the_edge_of_what_makes_sense_is_taken(
+    algorithm: str, options: dict[str, float]
+) -> None:
+    assert resolve(LearnConfig(algorithm=algorithm, loss_options=options)).options == options
+
+
+ROLLOUTS, SHOWN = TasksConfig(source="jsonl:a"), TasksConfig(source="chat:b")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "settings", "message"),
+    [
+        # Everything that is seen would be made more probable, failures too.
+        (ROLLOUTS, ["learn.loss=cross_entropy"], "whatever its reward"),
+        (ROLLOUTS, ["learn.algorithm=sft", "learn.advantage=grpo"], "whatever its reward"),
+        (SHOWN, ["learn.algorithm=sft", "learn.advantage=grpo"], "reads no advantage"),
+        (SHOWN, ["learn.algorithm=sft", "learn.correction.weight=token"], "learn.correction"),
+        (SHOWN, ["learn.algorithm=sft", "learn.correction.veto_low=1e-4"], "learn.correction"),
+        (SHOWN, ["learn.algorithm=sft", "learn.credit.agents=root"], "learn.credit"),
+        (SHOWN, ["learn.algorithm=sft", "learn.kl={}"], r"`learn\.kl` is set, but nothing"),
+        (SHOWN, ["learn.algorithm=sft", "learn.entropy={}"], r"`learn\.entropy` is set"),
+        (SHOWN, ["learn.algorithm=sft", "learn.spread_keep=0.9"], "taught by rewards"),
+        (SHOWN, ["learn.algorithm=sft", "learn.loss=cispo"], "needs an advantage"),
+        (ROLLOUTS, ["learn.norm_tokens=100"], r"`learn\.norm_tokens` is set, but nothing"),
+        (ROLLOUTS, ["learn.loss="], "unknown loss ``"),
+        (ROLLOUTS, ["learn.aggregation="], "unknown aggregation ``"),
+        (ROLLOUTS, ["learn.algorithm=reinforce", "learn.zero_variance=keep"], "compares rewards"),
+        (ROLLOUTS, ["tasks.0.algorithm=grpo", "learn.loss=gspo"], "an algorithm of its own"),
+        (ROLLOUTS, ["tasks.0.algorithm=grpo", "learn.algorithm=dapo"], "an algorithm of its own"),
+        (
+            ROLLOUTS,
+            ["learn.algorithm=distill", "learn.teacher.source=x", "learn.credit.turn_weight=1"],
+            "looks at none",
+        ),
+        (
+            ROLLOUTS,
+            ["learn.algorithm=distill_reward", "learn.teacher.source=x", "learn.spread_keep=0.9"],
+            "taught by rewards",
+        ),
+        (
+            ROLLOUTS,
+            ["learn.algorithm=ppo", "learn.critic.warmup_steps=3", "steps=3"],
+            "would never learn",
+        ),
+        (ROLLOUTS, ["learn.correction.weight_max=3"], "nothing reads it"),
+        (ROLLOUTS, ["tasks.0.ratio=0", "tasks.0.algorithm=grpo"], "never trained on"),
+        (
+            ROLLOUTS,
+            ["learn.algorithm=gdpo", 'learn.reward_weights={"score": 0}'],
+            r"reward_weights\.score",
+        ),
+    ],
+)
+def test_a_setting_that_has_no_effect_or_no_meaning_beside_another_is_refused(
+    tasks: TasksConfig, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_run(override(RunConfig(tasks=(tasks,)), settings), ("a",))
+    assert caught.value.hint
+
+
+def test_the_runs_own_algorithm_binds_nothing_where_every_task_set_has_another() -> None:
+    for tasks, settings in (
+        (ROLLOUTS, ["tasks.0.algorithm=ppo", "learn.critic={}"]),
+        (SHOWN, ["tasks.0.algorithm=sft"]),
+    ):
+        config = override(RunConfig(tasks=(tasks,)), [*settings, "rollout.group_size=1"])
+        assert resolve_run(config, ("a",))["a"].name in ("ppo", "sft")
+
+
+def test_groups_of_rollouts_are_filtered_by_spread_beside_demonstrations() -> None:
+    config = override(
+        RunConfig(tasks=(ROLLOUTS, SHOWN)), ["tasks.1.algorithm=sft", "learn.spread_keep=0.9"]
+    )
+    assert resolve_run(config, ("a", "b"))["b"].name == "sft"

@@ -130,6 +130,28 @@ def test_groups_of_little_spread_are_consumed_and_left_out_with_the_reason(
     assert sum(n for reason, n in groups["reasons"].items() if "spread" in reason) == total
 
 
+def test_a_running_baseline_is_of_the_task_sets_that_subtract_it(tasks, tmp_path):  # noqa: F811
+    """Another set's easy tasks would make every rollout of this one look bad."""
+    config = two_sets(tasks, learn=LearnConfig(lr=1e-3, advantage="reinforce_running"))
+    sets = (replace(config.tasks[0], curriculum=None), replace(config.tasks[1], algorithm="grpo"))
+    config = replace(config, tasks=sets, steps=2)
+    run_config(config, tmp_path / "run", reward=odd)
+    with Store.open(tmp_path / "run", readonly=True) as store:
+        steps = store.steps()
+        of_step = [
+            [
+                t.reward.value
+                for group in store.groups()
+                if group.ordinal in step.ordinals and group.task.taskset == f"jsonl:{tasks}"
+                for t in group.scored
+            ]
+            for step in steps
+        ]
+    first, second = (sum(values) / len(values) for values in of_step)
+    found = [step.metrics["advantage/policy_baseline"] for step in steps]
+    assert found == pytest.approx([first, 0.95 * first + 0.05 * second])
+
+
 def test_spans_that_a_reward_flags_reach_the_rows_through_worker_and_ledger(
     tasks,  # noqa: F811
     tmp_path,

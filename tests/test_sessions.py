@@ -130,7 +130,7 @@ def test_what_is_no_task_and_no_reward_is_refused(tmp_path: Path) -> None:
             task = Task(id="t", taskset="mine", messages=(Message(role="user", content="x"),))
             session = await run.sessions.open(task)
             assert session.task is task
-            for bad in (float("nan"), "1", None, 10**400, 10**5000, 1j):
+            for bad in (float("nan"), float("inf"), 1e300, "1", None, 10**400, 10**5000, 1j):
                 with pytest.raises(DataError, match="expected a finite number"):
                     session.reward(bad)  # pyright: ignore[reportArgumentType]
             with pytest.raises(DataError, match=r"`part` of session\.reward is '1'"):

@@ -202,6 +202,11 @@ def test_good_rollouts_of_an_earlier_run_are_learnt_by_the_ids_that_were_sampled
     }
     with pytest.raises(DataError, match="has a reward of 2 or more: the best has 0"):
         Rollouts(tmp_path / "earlier", options={"min_reward": 2.0})
+    with pytest.raises(DataError, match="none of 0 rollouts was finished") as caught:
+        Rollouts(tmp_path / "earlier", options={"taskset": sources[1][:-1]})
+    assert sources[1] in caught.value.hint
+    with pytest.raises(ConfigError, match="there is no run in"):
+        Rollouts(tmp_path / "nothing")
 
 
 def test_sources_and_algorithms_that_do_not_fit_are_refused(sources):

@@ -4,8 +4,9 @@ An algorithm is data: `learn.algorithm` (or `tasks.N.algorithm`, for the rows of
 an entry of ALGORITHMS, and `learn.advantage`, `learn.loss`, `learn.aggregation`,
 `learn.loss_options` and `learn.correction` replace parts of the run's own.
 
-Guarantees: what is returned by `resolve` and `resolve_run` can run: every name is known and every
-option is one that the loss takes.
+Guarantees: what is returned by `resolve` and `resolve_run` can run: every name is known, every
+option is one that the loss takes and under which it is a policy gradient, and of what is set
+nothing is without effect.
 
 Takes: LearnConfig or RunConfig. Gives: Algorithms.
 """
@@ -13,16 +14,19 @@ Takes: LearnConfig or RunConfig. Gives: Algorithms.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from treadle.advantage import ESTIMATORS, GROUP_RELATIVE
 from treadle.advantage.credit import check_credit, settings_of
 from treadle.batch.weights import check_aggregation
 from treadle.config import CorrectionConfig, CreditConfig, LearnConfig, RunConfig
 from treadle.errors import ConfigError, did_you_mean, setting
-from treadle.losses import LOSSES
+from treadle.losses import LOSSES, Tokens
 from treadle.types import OVERLONG
 
 NONE = CorrectionConfig()
@@ -322,7 +326,8 @@ def resolve(learn: LearnConfig, name: str = "", *, norm_tokens: int = 0) -> Algo
         norm_tokens: L where `learn.norm_tokens` leaves it open.
 
     Raises:
-        ConfigError: an unknown algorithm, advantage, loss, aggregation or option of the loss.
+        ConfigError: an unknown algorithm, advantage, loss, aggregation or option of the loss; a
+            number under which the loss is no policy gradient; parts that do not go together.
     """
     wanted = name or learn.algorithm
     if wanted not in ALGORITHMS:
@@ -333,12 +338,13 @@ def resolve(learn: LearnConfig, name: str = "", *, norm_tokens: int = 0) -> Algo
     found = replace(ALGORITHMS[wanted], norm_tokens=learn.norm_tokens or norm_tokens)
     if not name:
         # Another loss has other options.
-        kept = {} if learn.loss not in (None, found.loss) else found.options
+        loss = found.loss if learn.loss is None else learn.loss
+        kept = found.options if loss == found.loss else {}
         found = replace(
             found,
             advantage=found.advantage if learn.advantage is None else learn.advantage,
-            loss=learn.loss or found.loss,
-            aggregation=learn.aggregation or found.aggregation,
+            loss=loss,
+            aggregation=found.aggregation if learn.aggregation is None else learn.aggregation,
             options={**kept, **learn.loss_options},
             correction=found.correction if learn.correction is None else learn.correction,
             credit=found.credit if learn.credit is None else learn.credit,
@@ -363,15 +369,18 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
         ConfigError: as `resolve`; rollouts under an algorithm for demonstrations, or the reverse;
             a teacher or a critic that is missing, or that nothing asks; groups of one
             where the advantage compares the trajectories of a group; weights of rewards that
-            nothing reads, or that are missing; a penalty of the reward that nothing reads.
+            are missing; a setting, or a penalty of the reward, that nothing reads.
     """
     length = config.rollout.max_new_tokens
     out = {"": resolve(config.learn, norm_tokens=length)}
     for name, tasks in zip(names, config.tasks, strict=True):
         out[name] = resolve(config.learn, tasks.algorithm, norm_tokens=length)
     _check_sources(config, names, out)
-    check_teacher(config.learn, out)
-    for algorithm in out.values():
+    sets = zip(names, config.tasks, strict=True)
+    trained = {name: out[name] for name, tasks in sets if tasks.ratio > 0} or {"": out[""]}
+    _check_read(config, list(trained.values()))
+    check_teacher(config.learn, trained)
+    for algorithm in trained.values():
         compared = algorithm.advantage in GROUP_RELATIVE or algorithm.credit.agents == "recursive"
         if config.rollout.group_size < 2 and compared:
             raise ConfigError(
@@ -381,9 +390,9 @@ def resolve_run(config: RunConfig, names: tuple[str, ...]) -> dict[str, Algorith
                 "is learnt",
                 hint=f"2 or more, e.g. {setting('rollout.group_size=8')}",
             )
-        _check_spread(config.learn, algorithm)
-    check_critic(config.learn, out)
-    several = any(algorithm.advantage == "gdpo" for algorithm in out.values())
+    _check_spread(config.learn, list(trained.values()))
+    check_critic(config.learn, trained)
+    several = any(algorithm.advantage == "gdpo" for algorithm in trained.values())
     if several != bool(config.learn.reward_weights):
         raise ConfigError(
             "advantage `gdpo` needs learn.reward_weights: which parts of the reward it compares"
@@ -514,16 +523,57 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
     return out
 
 
-def _check_spread(learn: LearnConfig, algorithm: Algorithm) -> None:
-    """`learn.spread_keep` keeps what can teach only where the spread of the rewards teaches."""
-    credit = algorithm.credit
-    why = ""
-    if algorithm.advantage not in GROUP_RELATIVE - {"gdpo"}:
-        why = f"advantage `{algorithm.advantage}` of algorithm `{algorithm.name}` reads more"
-    elif credit.agents == "recursive" or credit.turn_weight:
-        why = f"the credit of algorithm `{algorithm.name}` reads more"
-    elif learn.zero_variance == "keep":
-        why = "learn.zero_variance=keep wants groups without any spread"
+def _check_read(config: RunConfig, trained: Sequence[Algorithm]) -> None:
+    """Raises ConfigError: a setting of `learn` that no row of the run would feel.
+
+    Args:
+        trained: of the task sets that are drawn.
+    """
+    learn, named = config.learn, {t.algorithm for t in config.tasks if t.ratio > 0}
+    unread: list[tuple[str, str]] = []
+    if named and "" not in named:
+        parts = ("advantage", "loss", "aggregation", "loss_options", "correction", "credit")
+        unread += [
+            (f"learn.{part}", "every task set that is trained names an algorithm of its own")
+            for part in (*parts, *(() if learn.algorithm in named else ("algorithm",)))
+            if getattr(learn, part) != getattr(LearnConfig(), part)
+        ]
+    if all(algorithm.term == "ce" for algorithm in trained):
+        unread += [
+            (f"learn.{part}", "all that this run learns are demonstrations, which nothing sampled")
+            for part in ("entropy", "kl")
+            if getattr(learn, part) is not None
+        ]
+    compared = any(a.advantage in GROUP_RELATIVE and not a.distils for a in trained)
+    if learn.zero_variance == "keep" and not compared:
+        unread.append(("learn.zero_variance", "no algorithm of this run compares rewards"))
+    if learn.norm_tokens and all(a.aggregation != "seq_mean_token_sum_norm" for a in trained):
+        unread.append(("learn.norm_tokens", "no aggregation of this run divides by it"))
+    if unread:
+        key, why = unread[0]
+        raise ConfigError(f"`{key}` is set, but nothing reads it: {why}", hint=f"leave {key} out")
+    critic = learn.critic
+    if critic is not None and critic.warmup_steps >= config.steps:
+        raise ConfigError(
+            f"learn.critic.warmup_steps is {critic.warmup_steps} and the run has {config.steps} "
+            "steps: the policy would never learn",
+            hint=setting(f"steps={critic.warmup_steps + config.steps}"),
+        )
+
+
+def _check_spread(learn: LearnConfig, trained: Sequence[Algorithm]) -> None:
+    """`learn.spread_keep` keeps what can teach only where the spread of the rewards teaches; what
+    learns from demonstrations or from a teacher is left as it is."""
+    by_reward = [a for a in trained if a.term != "ce" and not a.distils]
+    why = "" if by_reward else "nothing in this run is taught by rewards alone"
+    for algorithm in by_reward:
+        credit = algorithm.credit
+        if algorithm.advantage not in GROUP_RELATIVE - {"gdpo"}:
+            why = f"advantage `{algorithm.advantage}` of algorithm `{algorithm.name}` reads more"
+        elif credit.agents == "recursive" or credit.turn_weight:
+            why = f"the credit of algorithm `{algorithm.name}` reads more"
+        elif learn.zero_variance == "keep":
+            why = "learn.zero_variance=keep wants groups without any spread"
     if learn.spread_keep and why:
         raise ConfigError(
             f"`learn.spread_keep` is {learn.spread_keep}: it goes by how much the rewards of a "
@@ -544,6 +594,12 @@ def _check(algorithm: Algorithm) -> None:
         ("loss", algorithm.loss, LOSSES),
     ):
         open_ = algorithm.term == "ce" or algorithm.distils
+        if not name and what == "advantage" and not open_:
+            raise ConfigError(
+                f"algorithm `{algorithm.name}` with loss `{algorithm.loss}` needs an advantage, "
+                "and has none",
+                hint=f"{setting('learn.advantage=group_mean')}, or another algorithm",
+            )
         if name not in known and not (what == "advantage" and not name and open_):
             raise ConfigError(
                 f"algorithm `{algorithm.name}`: unknown {what} `{name}`",
@@ -558,3 +614,68 @@ def _check(algorithm: Algorithm) -> None:
                 f"loss `{algorithm.loss}` has no option `{option}` (set by learn.loss_options)",
                 hint=did_you_mean(option, taken) if taken else "it has none at all",
             )
+    _check_rewards(algorithm)
+    _check_gradient(algorithm)
+
+
+def _check_rewards(algorithm: Algorithm) -> None:
+    """Raises ConfigError: parts that read rewards, or ratios, where nothing else of it does."""
+    reads = f"algorithm `{algorithm.name}`: "
+    if algorithm.term == "ce":
+        if algorithm.advantage or algorithm.distils:
+            raise ConfigError(
+                reads + "loss `cross_entropy` makes everything that it sees more probable, "
+                "whatever its reward, and reads no advantage",
+                hint=f"{setting('learn.algorithm=sft')} for demonstrations, good rollouts of an "
+                "earlier run (`rollouts:RUN_DIR`) among them, or a loss for rollouts: "
+                f"{setting('learn.loss=cispo')}",
+            )
+        for name, given in (
+            ("correction", algorithm.correction != NONE),
+            ("credit", algorithm.credit != ALIKE),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{reads}learn.{name} is of rollouts, and it learns from demonstrations",
+                    hint=f"leave learn.{name} out",
+                )
+    root = replace(ALIKE, agents="root")
+    if not algorithm.advantage and algorithm.credit not in (ALIKE, root):
+        raise ConfigError(
+            f"{reads}learn.credit shares out what a reward gave, and it looks at none",
+            hint=f"{setting('learn.algorithm=distill_reward')}, or leave learn.credit out",
+        )
+
+
+def _check_gradient(algorithm: Algorithm) -> None:
+    """Raises ConfigError: with its options the loss has not the gradient -A of log pi where the
+    policy is the one that sampled, or pushes tokens without an advantage away from there."""
+    if algorithm.term == "ce":
+        return
+    logp, moved = torch.full((4,), -1.0, requires_grad=True), torch.tensor([0.0, 0.0, 0.1, -0.1])
+    advantage, true = torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.ones(4, dtype=torch.bool)
+    probe = Tokens(
+        logp=logp,
+        behaviour_logp=logp.detach() - moved,
+        advantage=advantage,
+        trained=true,
+        weight=torch.ones(4),
+        sequence=torch.arange(4),
+    )
+    loss = LOSSES[algorithm.loss](probe, **algorithm.options).loss
+    (gradient,) = torch.autograd.grad(loss, logp)
+    if torch.allclose(gradient[:2], -advantage[:2], atol=1e-4) and (gradient * moved >= 0).all():
+        return
+    given = ", ".join(f"{name} {value:g}" for name, value in algorithm.options.items())
+    up, down, *_ = gradient.tolist()
+    wrong = "takes tokens without an advantage further away from where they were sampled"
+    if not math.isclose(up, -1, abs_tol=1e-4) or not math.isclose(down, 1, abs_tol=1e-4):
+        wrong = (
+            f"has a gradient of {up:.3g} where the advantage is 1 and of {down:.3g} where it is "
+            "-1, by the very policy that sampled; expected -1 and 1"
+        )
+    raise ConfigError(
+        f"loss `{algorithm.loss}` with {given} {wrong}",
+        hint="its defaults are "
+        + ", ".join(f"{k} {v:g}" for k, v in loss_options(algorithm.loss).items()),
+    )

@@ -153,8 +153,8 @@ class TasksConfig:
                 "judged or evaluated",
                 hint="leave it out",
             )
-        if self.ratio == 0 and (self.minimum or self.curriculum is not None):
-            name = "minimum" if self.minimum else "curriculum"
+        if self.ratio == 0 and (self.minimum or self.curriculum is not None or self.algorithm):
+            name = "minimum" if self.minimum else "algorithm" if self.algorithm else "curriculum"
             raise ConfigError(
                 f"`tasks.{name}` is set for `{_cut(self.source)}`, which is never trained on: its "
                 "ratio is 0",
@@ -498,6 +498,11 @@ class CorrectionConfig:
             key = f"learn.correction.{name}_high"
             _require(high == 0 or high >= 1, key, high, "0 or >= 1: 1 is agreement")
         _require(self.k3_max >= 0, "learn.correction.k3_max", self.k3_max, ">= 0")
+        if self.weight == "none" and self.weight_max != 2.0:
+            raise ConfigError(
+                f"`learn.correction.weight_max` is {self.weight_max:g}, but nothing reads it",
+                hint=f"{setting('learn.correction.weight=token')}, or leave it out",
+            )
 
     @property
     def reweighs(self) -> bool:
@@ -633,6 +638,8 @@ class LearnConfig:
         pairs = self.collapse_pairs
         _require(4 <= pairs <= 64, "learn.collapse_pairs", pairs, "between 4 and 64")
         _require(self.weight_decay >= 0, "learn.weight_decay", self.weight_decay, ">= 0")
+        for part, weight in self.reward_weights.items():
+            _require(weight != 0, f"learn.reward_weights.{_cut(part)}", weight, "not 0")
         _require(all(0 <= b < 1 for b in self.betas), "learn.betas", self.betas, "in [0, 1)")
 
 

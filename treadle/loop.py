@@ -624,6 +624,7 @@ class Controller:
         rollouts = [group for group in groups if not group.demonstrated]
         finished = [group for group, _ in recent if not self._demonstrates(group.task.taskset)]
         everything = finished or rollouts
+        running = [g for g in rollouts if self._estimator(g) == "reinforce_running"]
         stats = self.parts.engine.stats()
         tokens = stats.decoded_tokens - self._engine_stats.decoded_tokens
         busy_s = stats.busy_s - self._engine_stats.busy_s
@@ -632,7 +633,7 @@ class Controller:
             dict(result.metrics)
             | (group_metrics(everything) if everything else {})
             | (group_stats(rollouts) if rollouts else {})
-            | baseline_metrics(rollouts, self._state.baselines)
+            | baseline_metrics(running, self._state.baselines)
             | self._credit
             | self._by_taskset(everything, groups)
             | {

@@ -42,6 +42,7 @@ from treadle.evals import STARTED_BY
 from treadle.gateway.recorder import Limits
 from treadle.harness.chat import Chat
 from treadle.harness.external import SharedGateway
+from treadle.reward.values import MAX_ABS_REWARD
 from treadle.tools import Tools
 from treadle.types import Message, Reward, Task, Trajectory
 
@@ -191,7 +192,8 @@ class OpenSession:
     def reward(self, value: float, **parts: float) -> None:
         """Judge it, before its release; without, it is unscored. Named parts become metrics.
 
-        Raises DataError: not a finite number, or a part of the name `reward` or `score`.
+        Raises DataError: not a finite number within +-MAX_ABS_REWARD, or a part of the name
+            `reward` or `score`.
         """
         if self._released.is_set():
             raise HarnessError("a session is judged before it is released")
@@ -385,14 +387,15 @@ def _finite(name: str, value: object) -> float:
         number = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
-    if math.isfinite(number):
+    if abs(number) <= MAX_ABS_REWARD:  # False for NaN
         return number
     try:
         shown = repr(value)[:80]
     except ValueError:  # an integer with too many digits to print
         shown = "too large to print"
     raise DataError(
-        f"`{name}` of session.reward is {shown} ({type(value).__name__}), expected a finite number"
+        f"`{name}` of session.reward is {shown} ({type(value).__name__}), expected a finite number "
+        f"within +-{MAX_ABS_REWARD:g}"
     )
 
 

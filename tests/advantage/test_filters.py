@@ -37,6 +37,10 @@ def test_the_slack_leaves_out_a_group_that_would_complete_the_sum_by_less() -> N
     assert top_spread(groups, slack=0).indices == (0, 1)
 
 
+def test_rewards_too_large_to_be_squared_do_not_end_the_step() -> None:
+    assert top_spread([make_group(0, [1e300, 0.0]), make_group(1, [1.0, 0.0])]).indices == (0,)
+
+
 def test_the_deviation_is_unbiased() -> None:
     """Of [1, 0] it is 0.7071 and of [1, 1, 0, 0] 0.5774; biased, both are 0.5."""
     groups = [make_group(0, [1, 1, 0, 0]), make_group(1, [1, 0])]

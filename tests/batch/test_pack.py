@@ -274,6 +274,8 @@ def test_nested_prompts_share_every_stretch() -> None:
             ),
             r"have lengths \[2, 2, 1, 2, 2\]",
         ),
+        # Beyond float32 it would become infinite on the way to the trainer.
+        (sample(0, [1, 2], [0, 1], advantage=1e39), "trained token 1 of 2 has advantage 1e.39"),
     ],
 )
 def test_malformed_samples_are_refused(bad: Sample, message: str) -> None:

@@ -198,3 +198,8 @@ def test_the_command_tells_trained_and_untouched_task_sets_apart(tmp_path, capsy
     assert main(["drift", str(tmp_path / "run"), *asked]) == 0
     assert "KL end|start" in capsys.readouterr().out
     assert main(["drift", str(tmp_path / "run"), "--tasks", "nothing"]) == 2
+    assert main(["drift", str(tmp_path / "run"), "--tasks", f"chat:{chat}"]) == 2
+    assert "holds demonstrations: there is nothing to ask" in capsys.readouterr().err
+    for setting in ("model.name=smollm2-135m", "seed=3", "tasks.0.system=Be brief."):
+        assert main(["drift", str(tmp_path / "run"), *asked, "--set", setting]) == 2
+        assert "in this run: what training did to it" in capsys.readouterr().err

@@ -74,6 +74,7 @@ def test_the_table_of_presets_is_the_table() -> None:
     assert {row[0].strip("`") for row in rows if len(row) == 3} == set(AGGREGATIONS)
 
 
-def test_no_loss_is_longer_than_a_page() -> None:
-    for file in (ROOT / "treadle/losses").glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 170, file.name
+def test_no_loss_and_no_advantage_is_longer_than_a_page() -> None:
+    for room in ("losses", "advantage"):
+        for file in (ROOT / "treadle" / room).glob("*.py"):
+            assert len(file.read_text().splitlines()) <= 170, file.name

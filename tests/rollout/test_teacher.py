@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,26 @@ def test_a_prompt_that_is_not_the_tasks_has_no_place_for_the_teachers_message() 
     assert ask(other, Scorer())["0/0"][1] == (-0.03,)
     with pytest.raises(HarnessError, match="does not begin with the messages of its task"):
         ask(other, Scorer(), system="You add well.")
+
+
+def test_tasks_of_two_sets_with_one_id_are_each_told_in_their_own_words() -> None:
+    """Two sets of one file that differ in their system message, rows with ids of their own."""
+    brief = (Message(role="system", content="Be brief."), *TASK.messages)
+    other = replace(TASK, taskset="s#2", messages=brief)
+    prompt = RENDERER.prompt(brief)
+    second = replace(
+        group(node(0, None, prompt, sampled=False), node(1, 0, (7,), sampled=True)),
+        task=other,
+        ordinal=1,
+    )
+    trajectory = replace(second.trajectories[0], task=other, id="1/0")
+    second = replace(second, trajectories=(trajectory,))
+    scorer = Scorer()
+    teacher = Teacher(sampler=scorer, name="wise", system="You add well.")
+    found = asyncio.run(teacher_logprobs([chat(), second], teacher, renderer=RENDERER))
+    assert set(found) == {"0/0", "1/0"}
+    told = RENDERER.prompt([Message(role="system", content="You add well."), *TASK.messages])
+    assert [ids[: len(told)] for ids, _, _ in scorer.asked] == [tuple(told)] * 2
 
 
 def test_a_node_that_two_branches_share_is_scored_once() -> None:

@@ -61,6 +61,26 @@ def test_tool_calls_are_read_in_the_form_that_providers_write(tmp_path: Path) ->
     assert shown.tools[0]["function"]["name"] == "add"
 
 
+def calling(**fields: Any) -> dict[str, Any]:
+    """A row whose turn to learn calls `f`."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", **fields}}
+    return {"messages": [TURNS[0], says("assistant", None, tool_calls=[call])]}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": " "}])
+def test_a_call_without_arguments_has_none(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    source = chat(tmp_path, calling(**arguments))
+    (turn,) = source.demonstration(source.task(0)).turns
+    assert turn.tool_calls[0].arguments == "{}"
+
+
+def test_a_failed_call_may_be_shown_where_it_is_not_learnt(tmp_path: Path) -> None:
+    """What follows it teaches to recover."""
+    row = calling(arguments="{nope")
+    row["messages"] += [says("tool", "error", tool_call_id="x"), says("assistant", "sorry")]
+    assert chat(tmp_path, row, learn="last").size("train") == 1
+
+
 @pytest.mark.parametrize(
     ("row", "what"),
     [
@@ -79,6 +99,13 @@ def test_tool_calls_are_read_in_the_form_that_providers_write(tmp_path: Path) ->
         ({"messages": [says("user", "a", weightt=1), TURNS[1]]}, "unknown key `weightt`"),
         ({"messages": [TURNS[0], says("assistant", "", tool_calls=[{}])]}, "names no function"),
         ({"messages": [says("user", "a", tool_calls=[{"name": "f"}]), TURNS[1]]}, "only an assis"),
+        (calling(arguments="{nope"), r"messages\[1\]: tool_calls\[0\] .* no JSON object: '\{nope'"),
+        (calling(arguments="[1]"), "no JSON object"),
+        (calling(arguments=[1]), "no JSON object"),
+        (calling(arguments='{"a": NaN}'), "NaN is not a JSON value"),
+        (calling(arguments=0), "no JSON object"),
+        (calling(argumnets="{}"), r"tool_calls\[0\]: unknown key `argumnets`"),
+        ({"messages": TURNS, "id": ""}, "`id` must be text, got ''"),
         ({"messages": TURNS, "tools": ["add"]}, "`tools` must be a list of specs"),
         ({"messages": TURNS, "split": "dev"}, "unknown split `dev`"),
         ({"messages": TURNS, "reward": 1}, "unknown key `reward`"),

@@ -166,6 +166,18 @@ def test_a_shift_of_the_upper_clip_is_from_the_preset_and_leaves_it_as_it_was() 
     assert ALGORITHMS["dapo"].options == {"clip_high": 0.28}
 
 
+def test_a_shift_moves_the_bounds_of_other_losses_in_proportion_and_never_below_their_ratio_of_1():
+    """From .28 down to .05, a bound of .2 that moved by as much would cut on-policy tokens."""
+    objective = Objective(
+        {"": ALGORITHMS["dapo"], "a": ALGORITHMS["grpo"], "b": ALGORITHMS["gspo"]}
+    )
+    objective.shift_clip_high(0.05 - 0.28)
+    assert objective.options["a"]["clip_high"] == pytest.approx(0.2 * 0.05 / 0.28)
+    assert objective.options["b"]["clip_high"] == pytest.approx(4e-4 * 0.05 / 0.28)
+    objective.shift_clip_high(0.28)
+    assert objective.options["b"]["clip_high"] == pytest.approx(8e-4)
+
+
 # --------------------------------------------------------------------------- terms
 
 

@@ -346,11 +346,38 @@ def test_demonstrations_in_the_step_change_no_term(
         trainer = Trainer(policy, config, seed=5, algorithms=algorithms)
         off(policy, 1.3)
         metrics = trainer.step(samples + (demo if demonstrated else []), step=0).metrics
-        outcomes.append({k: v for k, v in metrics.items() if k.startswith(("entropy/", "kl/"))})
+        terms = ("entropy/", "kl/", "policy/", "ratio/")
+        outcomes.append({k: v for k, v in metrics.items() if k.startswith(terms)})
         assert all(math.isfinite(v) for v in metrics.values())
     assert outcomes[0].keys() == outcomes[1].keys()
     for name, value in outcomes[0].items():
         assert outcomes[1][name] == pytest.approx(value, abs=1e-4), name
+
+
+@METHODS
+def test_a_step_of_demonstrations_alone_is_learnt_whatever_is_added_to_the_others(
+    policy: Any, draw_step: Draw, method: str
+) -> None:
+    """In a mix a step may draw no rollout at all: no term has a token to average over."""
+    demo = [
+        replace(
+            s,
+            taskset="demo",
+            logprobs=(math.nan,) * len(s.ids),
+            versions=(-1,) * len(s.ids),
+        )
+        for s in draw_step(policy, seed=9)
+    ]
+    config = learn(method)
+    algorithms = {"": resolve(config), "demo": resolve(config, "sft")}
+    trainer = Trainer(policy, config, seed=5, algorithms=algorithms)
+    trainer.step(draw_step(policy), step=0)
+    before = trainer.state_dict()
+    result = trainer.step(demo, step=1)
+    assert not result.skipped and math.isfinite(result.metrics["loss/total"])
+    assert [k for k in result.metrics if k.startswith(("entropy/", "kl/"))] == []
+    for name in ("entropy", "kl"):
+        assert trainer.state_dict().get(name) == before.get(name), "no controller has moved"
 
 
 @METHODS

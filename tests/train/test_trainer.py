@@ -232,6 +232,20 @@ def test_rows_of_different_temperatures_are_scored_at_their_own(
 # --------------------------------------------------------------------------- optimiser
 
 
+def test_a_token_that_the_sampler_found_impossible_leaves_every_metric_finite(
+    policy: Any, draw_step: Draw
+) -> None:
+    samples = draw_step(policy)
+    at = samples[0].trained.index(True)
+    odd = tuple(-1e4 if t == at else x for t, x in enumerate(samples[0].logprobs))
+    result = Trainer(policy, LearnConfig()).step(
+        [replace(samples[0], logprobs=odd), *samples[1:]], step=0
+    )
+    assert not result.skipped
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert result.metrics["ratio/max"] == pytest.approx(math.exp(20))
+
+
 def test_an_update_shows_in_the_version_counters_and_leaves_no_gradient(
     policy: Any, draw_step: Draw
 ) -> None:

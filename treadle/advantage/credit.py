@@ -62,12 +62,14 @@ def check_credit(credit: CreditConfig, estimator: str, algorithm: str) -> None:
     if not credit.quality:
         return
     known = ESTIMATORS.get(estimator)
-    if credit.agents == "recursive" or known is None or known.balance != "rollouts":
-        of = "recursive agents" if credit.agents == "recursive" else f"advantage `{estimator}`"
+    alone = credit.agents == "recursive"
+    if alone or known is None or known.balance != "rollouts":
+        of = "recursive agents" if alone else f"advantage `{estimator}`"
         raise ConfigError(
             f"`learn.credit.quality` is `{credit.quality}`: it shares out advantages that sum to 0 "
             f"over the rollouts of a group, and those of {of} of algorithm `{algorithm}` do not",
-            hint=f"{setting('learn.advantage=group_mean')}, or leave the quality out",
+            hint=setting("learn.credit.agents=all" if alone else "learn.advantage=group_mean")
+            + ", or leave the quality out",
         )
 
 

@@ -104,4 +104,6 @@ def _deviation(view: Judged) -> float:
     if equal(view.rewards):
         return 0.0
     mean = math.fsum(view.rewards) / len(view.rewards)
-    return math.sqrt(math.fsum((r - mean) ** 2 for r in view.rewards) / (len(view.rewards) - 1))
+    return math.sqrt(
+        math.fsum((r - mean) * (r - mean) for r in view.rewards) / (len(view.rewards) - 1)
+    )

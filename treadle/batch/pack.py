@@ -34,6 +34,9 @@ from treadle.types import Layout, Sample
 
 log = logging.getLogger(__name__)
 
+LARGEST = float(np.finfo(np.float32).max)
+"""What a micro-batch can hold."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
@@ -97,7 +100,7 @@ def pack(
 
     Raises:
         ContractError: fields of a sample differ in length, no token is trained, the first is, or
-            a trained token has no advantage.
+            a trained token has no advantage, or one beyond float32.
     """
     for sample in samples:
         _check(sample)
@@ -217,11 +220,13 @@ def _check(sample: Sample) -> None:
             "but nothing precedes it that could predict it"
         )
     missing = [
-        t for t, a in enumerate(sample.advantages) if sample.trained[t] and not math.isfinite(a)
+        t
+        for t, a in enumerate(sample.advantages)
+        if sample.trained[t] and not abs(a) <= LARGEST  # not so for NaN
     ]
     if missing:
         raise ContractError(
             f"sample of trajectory {sample.trajectory_id}: trained token {missing[0]} of "
             f"{len(sample.ids)} has advantage {sample.advantages[missing[0]]}",
-            hint="an estimator gives every trained token a finite advantage",
+            hint="an estimator gives every trained token an advantage that float32 can hold",
         )

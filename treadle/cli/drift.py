@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli import recipes
 from treadle.cli.arguments import add_set, positive
 from treadle.cli.output import print_json, print_pairs, print_table
-from treadle.config import RunConfig, TasksConfig, override
+from treadle.config import RunConfig, TasksConfig, differences, override, to_dict
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,8 +98,14 @@ def _config(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, dic
                 f"`{source}` is not a task source",
                 hint="--tasks jsonl:PATH, or reasoning_gym:FAMILY",
             )
+        asked = TasksConfig(source=source)
+        if asked.demonstrates:
+            raise ConfigError(
+                f"`{source}` holds demonstrations: there is nothing to ask",
+                hint="name task sets that can be graded: --tasks jsonl:PATH",
+            )
         if source not in {t.source for t in own}:
-            own.append(TasksConfig(source=source))
+            own.append(asked)
     if not own:
         raise ConfigError(
             f"{args.run_dir} was trained on demonstrations alone: there is nothing to ask",
@@ -107,7 +113,14 @@ def _config(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, dic
         )
     settings = [f"eval.questions={args.questions}", f"eval.samples={args.samples}"]
     settings += [f"eval.split={args.split}"] if args.split else []
-    config = override(replace(config, tasks=tuple(own)), [*args.settings, *settings])
+    ran = replace(config, tasks=tuple(own))
+    config = override(ran, [*args.settings, *settings])
+    for key, was, _ in differences(to_dict(ran), to_dict(config)):
+        if key.partition(".")[0] not in ("rollout", "eval"):
+            raise ConfigError(
+                f"`{key}` was {was} in this run: what training did to it is measured from there",
+                hint="only settings of rollout and eval can be others here",
+            )
     return config, {t.source: t.source in touched for t in own}
 
 
@@ -207,6 +220,8 @@ def _print(
     def number(value: float | None, form: str = ".4f") -> str:
         return "-" if value is None else f"{value:{form}}"
 
+    least, most = min(d.questions for d in found), max(d.questions for d in found)
+    asked = f"{most}" if least == most else f"{least} to {most}"
     print_table(
         ["task set", "trained", "KL end|start", "k3", "KL start|end", "before", "after", "gain"],
         [
@@ -244,7 +259,7 @@ def _print(
     print_pairs(
         [
             ("weights of", f"{label}, step {step}"),
-            ("questions", f"{config.eval.questions} x {config.eval.samples}, {config.eval.split}"),
+            ("questions", f"{asked} x {config.eval.samples}, {config.eval.split}"),
             ("temperature", f"{config.rollout.temperature:g}"),
         ]
     )

@@ -69,7 +69,8 @@ async def teacher_logprobs(
     """
     room = asyncio.Semaphore(IN_FLIGHT)
     out: dict[str, dict[int, tuple[float, ...]]] = {}
-    prompts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    prompts: dict[tuple[Message, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    """By what the policy was shown: an id is unique in its task set alone."""
 
     async def ask(row: _Row, ids: tuple[int, ...], start: int, offset: int) -> None:
         where = f"teacher {teacher.name}: scores of trajectory {row.trajectory.id}"
@@ -108,7 +109,7 @@ async def teacher_logprobs(
                         ids, start = _ids(row)
                         shown, offset = ids, 0
                         if teacher.system:
-                            key = trajectory.task.id
+                            key = trajectory.task.messages
                             if key not in prompts:
                                 prompts[key] = _prompts(trajectory, teacher, renderer, tools)
                             shown, offset = _instead(row, ids, start, *prompts[key])

@@ -45,6 +45,8 @@ _MESSAGE = (
     "reasoning",
     "reasoning_content",
 )
+_FUNCTION = ("name", "arguments")
+_CALL = ("id", "type", "index")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +178,7 @@ def _check_row(fields: Mapping[str, Any], where: str) -> None:
                 hint=f"{did_you_mean(key, _ROW)} A row has {', '.join(_ROW)}",
             )
     for key in ("id", "split"):
-        if not isinstance(fields.get(key), str | None):
+        if not isinstance(fields.get(key), str | None) or fields.get(key) == "":
             raise DataError(f"{where}: `{key}` must be text, got {fields[key]!r}")
     if fields.get("split") is not None and fields["split"] not in SPLITS:
         raise DataError(
@@ -229,6 +231,13 @@ def _conversation(
                 hint="it would teach to say nothing; give it `content` or `tool_calls`, or drop "
                 "the row",
             )
+        for place, call in enumerate(turn.tool_calls):
+            if wrong := _no_object(call.arguments):
+                raise DataError(
+                    f"{where}: messages[{number}]: tool_calls[{place}] of the turn to learn has "
+                    f"arguments that are no JSON object: {wrong}",
+                    hint="it would teach calls that no tool can read; mend it, or drop the row",
+                )
     return messages, chosen[0], chosen[-1] + 1
 
 
@@ -274,12 +283,36 @@ def _calls(given: Any, here: str) -> Iterator[ToolCall]:
                 f"{here}: tool_calls[{number}] names no function: {call!r}",
                 hint='e.g. {"type": "function", "function": {"name": "add", "arguments": "{}"}}',
             )
-        arguments = function.get("arguments", "{}")
+        levels = [(call, (*_CALL, *_FUNCTION))]
+        if function is not call:
+            levels = [(call, (*_CALL, "function")), (function, _FUNCTION)]
+        for level, known in levels:
+            if unknown := next((key for key in level if key not in known), None):
+                raise DataError(
+                    f"{here}: tool_calls[{number}]: unknown key `{unknown}`",
+                    hint=did_you_mean(unknown, known),
+                )
+        arguments = function.get("arguments")
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        if not arguments.strip():  # some clients say so what takes no arguments
+            arguments = "{}"
         yield ToolCall(
             id=str(call.get("id") or f"call{number:05d}"), name=name, arguments=arguments
         )
+
+
+def _no_object(arguments: str) -> str:
+    """What is wrong with them as the arguments of a call; empty when nothing is."""
+    try:
+        value = json.loads(arguments, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return f"{arguments[:60]!r} ({error})"
+    return "" if isinstance(value, dict) else repr(arguments[:60])
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _text(fields: Mapping[str, Any]) -> str:

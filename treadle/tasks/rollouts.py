@@ -18,8 +18,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from treadle.errors import DataError, RewardError, did_you_mean
+from treadle.errors import ConfigError, DataError, RewardError, did_you_mean
 from treadle.store import Store
+from treadle.store.layout import DATABASE
 from treadle.tasks.demonstrations import Demonstration
 from treadle.tasks.options import check_options
 from treadle.tasks.permutation import permute
@@ -51,7 +52,8 @@ class Rollouts:
         name: str = "",
         for_grading: bool = False,
     ) -> None:
-        """Raises ConfigError (options), StoreError (no run), DataError (nothing is left)."""
+        """Raises ConfigError (options, no run), StoreError (unreadable), DataError (nothing is
+        left)."""
         self.run_dir = Path(run_dir)
         self.name = name or f"rollouts:{run_dir}"
         self.options = RolloutsOptions(**check_options(RolloutsOptions, options or {}, self.name))
@@ -62,6 +64,11 @@ class Rollouts:
         self._sha256 = ""
         self._license = "unknown"
         if not for_grading:
+            if not (self.run_dir / DATABASE).is_file():
+                raise ConfigError(
+                    f"{self.name}: there is no run in {self.run_dir}",
+                    hint="name a run directory; `treadle runs list` shows them",
+                )
             self._read()
 
     @property
@@ -110,7 +117,7 @@ class Rollouts:
     def _read(self) -> None:
         known: set[bytes] = set()
         rewards: list[float] = []
-        total = 0
+        total, sets = 0, set[str]()
         digest = sha256()
         with Store.open(self.run_dir, readonly=True) as store:
             self._license = (
@@ -119,6 +126,7 @@ class Rollouts:
                 .license
             )
             for group in store.groups():
+                sets.add(group.task.taskset)
                 if self.options.taskset and group.task.taskset != self.options.taskset:
                     continue
                 total += len(group.trajectories)
@@ -133,10 +141,18 @@ class Rollouts:
                     self._chosen.append((group.ordinal, trajectory.id))
         self._sha256 = digest.hexdigest()
         if not self._chosen:
-            best = f"the best has {max(rewards):g}" if rewards else "none was finished and judged"
+            if not rewards:
+                hint = "raise rollout.max_new_tokens of the run that makes them"
+                if self.options.taskset and not total:
+                    hint = f"of its task sets: {did_you_mean(self.options.taskset, sets)}"
+                raise DataError(
+                    f"{self.name}: none of {total} rollouts was finished and judged, and one that "
+                    "a limit cut would teach to be cut",
+                    hint=hint if sets else "the run has made none yet",
+                )
             raise DataError(
                 f"{self.name}: none of {total} rollouts has a reward of "
-                f"{self.options.min_reward:g} or more: {best}",
+                f"{self.options.min_reward:g} or more: the best has {max(rewards):g}",
                 hint="lower the option `min_reward`",
             )
 

@@ -8,12 +8,14 @@ Takes: sums. Gives: a dict of floats by documented name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.batch import MicroBatch
+from treadle.losses.common import MAX_LOG_RATIO
 from treadle.schedule.lag import token_lags
 from treadle.train.collapse import METRICS as COLLAPSE
 from treadle.train.critic import METRICS as CRITIC
@@ -39,8 +41,9 @@ METRICS: dict[str, str] = {
     "grad/norm": "global L2 norm of the gradient before clipping",
     "optim/lr": "learning rate of this update",
     "optim/updates": "updates applied since the start of the run, this one included",
-    "policy/entropy_nats": "mean entropy of the policy at the trained positions, full vocabulary, "
-    "float32, at the sampling temperature, weights before the update; >= 0",
+    "policy/entropy_nats": "mean entropy of the policy at the trained positions of rollouts, or of "
+    "demonstrations where there are no others, full vocabulary, float32, at the sampling "
+    "temperature, weights before the update; >= 0",
     "policy/kl_k3_nats": "mean k3 estimate of KL(behaviour || policy), weights before the update; "
     ">= 0. At lag 0 it measures the mismatch of engine and trainer, at more lag staleness too",
     "policy/logprob_diff_nats": "mean of log pi - log mu, weights before the update",
@@ -119,7 +122,10 @@ def step_metrics(
     micros = [micro for micro, _ in scored]
     metrics = {
         "loss/total": sums["loss"],
-        "policy/entropy_nats": sums["entropy"] / sum(micro.num_trained for micro in micros),
+        # Of rollouts, where there are any: demonstrations have a temperature of their own.
+        "policy/entropy_nats": sums.per("sampled_entropy", "num_tokens")
+        if sums["num_tokens"]
+        else sums["entropy"] / sum(micro.num_trained for micro in micros),
         "tokens/trained": sums["num_tokens"],
         "tokens/packed": float(sum(m.num_tokens for m in micros)),
         "batch/micro_batches": float(len(micros)),
@@ -164,8 +170,7 @@ def _of_rollouts(scored: Sequence[Scored], sums: Sums, version: int) -> dict[str
     )
     sampled = versions >= 0
     lags = token_lags(versions.tolist(), training_version=version)
-    with np.errstate(over="ignore"):
-        ratio_max = float(np.exp((pi - mu)[sampled].max()))
+    largest = min(float((pi - mu)[sampled].max()), MAX_LOG_RATIO)  # as the losses clamp it
     return {
         "loss/clipped_frac": sums.per("clipped_tokens", "num_tokens"),
         "loss/dropped_positive_frac": sums.per("dropped_positive", "positive_tokens"),
@@ -173,7 +178,7 @@ def _of_rollouts(scored: Sequence[Scored], sums: Sums, version: int) -> dict[str
         "policy/kl_k3_nats": sums.per("k3", "num_tokens"),
         "policy/logprob_diff_nats": sums.per("logprob_diff", "num_tokens"),
         "ratio/mean": sums.per("ratio", "num_tokens"),
-        "ratio/max": ratio_max,
+        "ratio/max": math.exp(largest),
         "ratio/ess_frac": _ess(sums, "ratio", "num_tokens"),
         "lag/mean_versions": sum(lags) / len(lags),
         "lag/max_versions": float(max(lags)),

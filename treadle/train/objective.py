@@ -60,13 +60,16 @@ class Objective:
         return self._algorithms[self.key(taskset)]
 
     def shift_clip_high(self, by: float) -> None:
-        """Add to the upper clip of every loss that has one, as its algorithm sets it."""
+        """Add to the upper clip of the run's loss, as its algorithm sets it; that of every other
+        loss that has one moves in proportion, as a bound on rows (gspo) is a thousand times
+        tighter than one on tokens."""
+        run = _clip_high(self.algorithm_of(""))
         for key, algorithm in self._algorithms.items():
-            own = {**loss_options(algorithm.loss), **algorithm.options}
-            if "clip_high" in own and by:
-                self.options[key]["clip_high"] = own["clip_high"] + by
-            else:
-                self.options[key] = dict(algorithm.options)
+            self.options[key] = dict(algorithm.options)
+            own = _clip_high(algorithm)
+            if not by or not run or own is None:
+                continue
+            self.options[key]["clip_high"] = own + by if own == run else own * (1 + by / run)
 
     def rejects(self, samples: Sequence[Sample]) -> bool:
         """Some of these rows may have to leave the step."""
@@ -138,6 +141,11 @@ class Objective:
             ratios = ratio_stats(log_ratio(tokens), tokens.advantage, tokens.trained)
             part = replace(part, stats={**part.stats, **ratios})
         return [*parts, part]
+
+
+def _clip_high(algorithm: Algorithm) -> float | None:
+    """The upper clip of its loss; None where it has none."""
+    return {**loss_options(algorithm.loss), **algorithm.options}.get("clip_high")
 
 
 def _by_key(out: Forward, keys: Sequence[str]) -> list[tuple[str, Forward]]:

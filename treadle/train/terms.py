@@ -87,6 +87,8 @@ class Terms:
         sums: dict[str, Tensor] = {
             "sampled_entropy": torch.where(mask, out.entropy.detach(), 0.0).sum(),
         }
+        if self.num_tokens == 0:  # of demonstrations alone: there is nothing to average over
+            return None, sums
         if self.dial is not None:
             total = self.dial.penalty(
                 out.logp,
@@ -167,7 +169,7 @@ class Regulariser:
         return None if self.entropy is None else self.entropy.start(step)
 
     def clip_shift(self, step: int) -> float:
-        """What the step adds to `clip_high` of every loss that has one."""
+        """What the step adds to `clip_high` of the run's loss."""
         dial = self.dial(step)
         return 0.0 if dial is None else dial.clip_shift
 

@@ -53,7 +53,7 @@ class Dial:
     method: str
     value: float
     clip_shift: float = 0.0
-    """What is added to `clip_high` of every loss that has one."""
+    """What is added to `clip_high` of the run's loss; others move in proportion."""
 
     @property
     def selects(self) -> bool:
