@@ -166,7 +166,7 @@ def lognormal(mean_s: float, sigma: float) -> Durations:
     if not 0 <= sigma <= MAX_SIGMA:
         raise ConfigError(
             f"`sigma` must be between 0 and {MAX_SIGMA:g}, got {sigma:g}",
-            hint="it is the deviation of the log: 0.5 is light, 1 is usual for agents, 1.5 is heavy",
+            hint="it is the deviation of the log: 0.5 is light, 1 usual for agents, 1.5 heavy",
         )
     if sigma == 0:
         return fixed(mean_s)
@@ -174,9 +174,11 @@ def lognormal(mean_s: float, sigma: float) -> Durations:
     edges = np.linspace(-9.0, 9.0 + 2 * sigma, GRID + 1)
     middle = (edges[1:] + edges[:-1]) / 2
     tail = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in edges[1:]])
+    values = np.exp(log_median + sigma * middle)
+    values *= mean_s / (values @ -np.diff(tail, prepend=1.0))  # the grid's last millionth
     return Durations(
         text=f"lognormal:mean={mean_s:g},sigma={sigma:g}",
-        values_s=np.exp(log_median + sigma * middle),
+        values_s=values,
         tail=tail,
         draw=lambda rng, groups, size: rng.lognormal(log_median, sigma, (groups, size)),
     )
@@ -338,7 +340,7 @@ def read(path: Path) -> Durations:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise DataError(
-                f"{path} has {size / 2**20:,.0f} MiB, at most {MAX_FILE_BYTES / 2**20:,.0f} are read",
+                f"{path} has {size / 2**20:,.0f} MiB, {MAX_FILE_BYTES / 2**20:,.0f} are read at most",
                 hint="a sample of some thousand durations says as much",
             )
         text = path.read_text(encoding="utf-8-sig")
