@@ -13,7 +13,7 @@ from treadle.errors import ConfigError
 from treadle.plan import durations as D
 from treadle.plan.simulate import simulate
 from treadle.plan.staleness import identity_lag, predict
-from treadle.plan.workload import Blocking, Prediction, Quota, QueueDrop
+from treadle.plan.workload import Blocking, Prediction, QueueDrop, Quota
 
 POLICIES = [QueueDrop(queue=1), QueueDrop(queue=1.5), Blocking(queue=1), Quota(eta=1, max_lag=2)]
 

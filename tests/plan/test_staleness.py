@@ -9,7 +9,7 @@ from treadle.errors import ConfigError
 from treadle.plan import durations as D
 from treadle.plan.durations import Durations
 from treadle.plan.staleness import bare_lag, identity_lag, predict
-from treadle.plan.workload import Blocking, Quota, QueueDrop, Workload
+from treadle.plan.workload import Blocking, QueueDrop, Quota, Workload
 
 
 def workload(

@@ -226,7 +226,7 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 
 def _policy(args: argparse.Namespace) -> BufferPolicy:
-    from treadle.plan.workload import Blocking, Quota, QueueDrop
+    from treadle.plan.workload import Blocking, QueueDrop, Quota
 
     bound_given = "max_lag" in vars(args)
     name = args.policy or "queue-drop"
@@ -280,7 +280,7 @@ def _print(
         ("p95_lag", f"{p.p95_lag:.0f}", "19 of 20 groups are not older"),
         ("lag_bound", bound, ""),
         ("token_lag", f"{p.token_lag:.2f}", "the same of a token, mean over trained tokens"),
-        ("step_period_s", f"{p.step_period_s:.4g}", f"of which {workload.train_s:.3g} s are trained"),
+        ("step_period_s", f"{p.step_period_s:.4g}", f"{workload.train_s:.3g} s of it training"),
         ("trainer_utilization", f"{p.trainer_utilization:.0%}", ""),
         ("sampler_utilization", f"{p.sampler_utilization:.0%}", "of places, a rollout going on"),
         ("rho", f"{p.rho:.2f}", "generation with every place taken over training; 1 = balanced"),
@@ -288,8 +288,8 @@ def _print(
     ]  # fmt: skip
     named = {"QueueDrop": "queue-drop", "Quota": "quota", "Blocking": "blocking"}
     print(
-        f"{named[type(policy).__name__]} {_knobs(policy)}; {workload.concurrency} rollouts at once, "
-        f"steps of {workload.groups_per_step} groups x {workload.group_size}; durations "
+        f"{named[type(policy).__name__]} {_knobs(policy)}; {workload.concurrency} rollouts at "
+        f"once, steps of {workload.groups_per_step} groups x {workload.group_size}; durations "
         f"{durations.text}: mean {durations.mean_s:.3g} s, the longest of a group "
         f"{durations.tailness(workload.group_size):.2f} times that"
     )
@@ -309,7 +309,7 @@ def _print(
              f"{c['step_period_frac']:+.1%}")
             for c in document["sensitivity"]
         ],
-        title="What matters most (closed form; scaled to +10% where only whole numbers are possible)",
+        title="What matters most, in closed form (whole numbers: scaled to a tenth)",
     )  # fmt: skip
     first = document["sensitivity"][0]
     print(f"\nmatters most for lag: {first['input']}")
@@ -325,13 +325,13 @@ def _knobs(policy: BufferPolicy) -> str:
 
 
 def _advice(p: Prediction, workload: Workload, policy: BufferPolicy) -> list[str]:
-    from treadle.plan.workload import Quota, QueueDrop
+    from treadle.plan.workload import QueueDrop, Quota
 
     out = []
     if isinstance(policy, QueueDrop) and p.rho > 1.02:
         out.append(
             f"{p.dropped_frac:.0%} of what is generated is thrown away: about "
-            f"{0.95 * workload.concurrency / p.rho:.0f} rollouts at once feed the trainer (rho 0.95)"
+            f"{0.95 * workload.concurrency / p.rho:.0f} rollouts at once give rho 0.95"
         )
     if isinstance(policy, QueueDrop) and policy.queue > 1:
         out.append("a queue of 1 step is younger and hardly slower: --queue 1")

@@ -340,7 +340,7 @@ def read(path: Path) -> Durations:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise DataError(
-                f"{path} has {size / 2**20:,.0f} MiB, {MAX_FILE_BYTES / 2**20:,.0f} are read at most",
+                f"{path} has {size / 2**20:,.0f} MiB, more than {MAX_FILE_BYTES / 2**20:,.0f}",
                 hint="a sample of some thousand durations says as much",
             )
         text = path.read_text(encoding="utf-8-sig")

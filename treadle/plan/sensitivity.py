@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from treadle.plan.staleness import predict
-from treadle.plan.workload import Blocking, BufferPolicy, Prediction, Quota, QueueDrop, Workload
+from treadle.plan.workload import Blocking, BufferPolicy, Prediction, QueueDrop, Quota, Workload
 
 STEP = 0.10
 

@@ -26,12 +26,15 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treadle.errors import ConfigError
 from treadle.plan.durations import Floats
 from treadle.plan.workload import Blocking, BufferPolicy, Prediction, Quota, Workload, capacity
 from treadle.schedule import Progress, Ready, group_lag, may_start, next_batch
 from treadle.schedule.queue import first_batch, may_start_blocking, num_dropped
+
+Ints = NDArray[np.int64]
 
 STEPS, WARMUP = 340, 60
 MAX_ROLLOUTS = 50_000_000
@@ -189,7 +192,7 @@ class _Simulation:
         heap = [(i * stagger, -1) for i in range(num_places)]
         free = to_start = 0
         """Free places, and rollouts that the newest group has yet to start."""
-        start_s, version_of, left, done_s = self.start_s, self.version, self.left, self.done_s
+        start_s, left, done_s = self.start_s, self.left, self.done_s
         version, trained_s = 0, math.inf
         """Now served; when the trainer is done, inf = it waits for a batch."""
         while True:
@@ -223,7 +226,7 @@ class _Simulation:
                     trained_s = now + train_s
             while free:
                 if not to_start:
-                    if whole and free < size or not buffer.may_start():
+                    if (whole and free < size) or not buffer.may_start():
                         break
                     group = self._open(now, version)
                     to_start = size
@@ -314,7 +317,7 @@ class _Simulation:
         )
 
     def _token_lag(
-        self, rollouts: Floats, seconds: Floats, trained_at: Floats, published: Floats
+        self, rollouts: Ints, seconds: Floats, trained_at: Ints, published: Floats
     ) -> float:
         """Mean over trained tokens, as many per second in every rollout."""
         begun = np.array(self.start_s)[rollouts]

@@ -31,8 +31,8 @@ from treadle.plan.workload import (
     Blocking,
     BufferPolicy,
     Prediction,
-    Quota,
     QueueDrop,
+    Quota,
     Workload,
     capacity,
 )
@@ -67,7 +67,8 @@ def bare_lag(
 ) -> float:
     """Mean lag under queue-drop, far from rho = 1.
 
-    $$S = CM/B + \\rho \\ (\\rho < 1), \\qquad CM/(\\rho B) + (2q + \\rho - 1)/(2\\rho) \\ (\\rho > 1)$$
+        rho < 1    S = C M / B + rho
+        rho > 1    S = C M / (rho B) + (2 q + rho - 1) / (2 rho)
 
     Source: Dong, Goel and Yu (2026). `predict` goes over into it on both sides.
     """
