@@ -262,7 +262,7 @@ def _inputs(workload: Workload, policy: BufferPolicy) -> dict[str, Any]:
             "tailness": durations.tailness(workload.group_size),
             "p95_s": durations.quantile(0.95),
         },
-        "policy": {"name": type(policy).__name__, **asdict(policy)},
+        "policy": {"name": _name(policy), **asdict(policy)},
     }
 
 
@@ -286,9 +286,8 @@ def _print(
         ("rho", f"{p.rho:.2f}", "generation with every place taken over training; 1 = balanced"),
         ("dropped_frac", f"{p.dropped_frac:.0%}", "of groups thrown away by a full queue"),
     ]  # fmt: skip
-    named = {"QueueDrop": "queue-drop", "Quota": "quota", "Blocking": "blocking"}
     print(
-        f"{named[type(policy).__name__]} {_knobs(policy)}; {workload.concurrency} rollouts at "
+        f"{_name(policy)}: {_knobs(policy)}; {workload.concurrency} rollouts at "
         f"once, steps of {workload.groups_per_step} groups x {workload.group_size}; durations "
         f"{durations.text}: mean {durations.mean_s:.3g} s, the longest of a group "
         f"{durations.tailness(workload.group_size):.2f} times that"
@@ -315,6 +314,15 @@ def _print(
     print(f"\nmatters most for lag: {first['input']}")
     for advice in _advice(prediction, workload, policy):
         print(f"note: {advice}")
+
+
+def _name(policy: BufferPolicy) -> str:
+    """As --policy takes it."""
+    from treadle.plan.workload import Blocking, QueueDrop
+
+    if isinstance(policy, QueueDrop):
+        return "queue-drop"
+    return "blocking" if isinstance(policy, Blocking) else "quota"
 
 
 def _knobs(policy: BufferPolicy) -> str:
