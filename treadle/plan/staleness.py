@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treadle.plan.durations import Durations, Floats
 from treadle.plan.workload import (
@@ -36,6 +37,8 @@ from treadle.plan.workload import (
     Workload,
     capacity,
 )
+
+Ints = NDArray[np.int64]
 
 SHIFT = 0.5826
 """-zeta(1/2) / sqrt(2 pi): how far outside a barrier, in deviations per step, a walk that is
@@ -79,13 +82,15 @@ def bare_lag(
 
 def predict(workload: Workload, policy: BufferPolicy) -> Prediction:
     """What a run of this workload under this policy settles to."""
-    if isinstance(policy, QueueDrop):
-        flow, bound = _queue_drop(workload, policy), None
-    elif isinstance(policy, Blocking):
-        flow, bound = _blocking(workload, policy), None
+    bound = None
+    if isinstance(policy, Quota):
+        pace, bound = _paced(workload, policy), policy.max_lag
+        flow = _quota(workload, policy, pace)
+        p95, token_lag = _spread_of_quota(workload, flow, pace, bound)
     else:
-        flow, bound = _quota(workload, policy), policy.max_lag
-    p95, token_lag = _spread(workload, flow, bound)
+        free = isinstance(policy, QueueDrop)
+        flow = _queue_drop(workload, policy) if free else _blocking(workload, policy)
+        p95, token_lag = _spread(workload, flow)
     period = flow.period_s + workload.sync_s
     stretch = period / flow.period_s
     rate = workload.batch / (1 - workload.filtered_frac) / (1 - flow.dropped_frac)
@@ -245,7 +250,7 @@ def _blocking(workload: Workload, policy: Blocking) -> _Flow:
 # --------------------------------------------------------------------------- quota
 
 
-def _quota(workload: Workload, policy: Quota) -> _Flow:
+def _quota(workload: Workload, policy: Quota, pace: _Pace) -> _Flow:
     """(eta + 1) N groups at most are started and not published.
 
     Little's law: with always that many, each spends eta + 1 periods from its start to its
@@ -263,17 +268,14 @@ def _quota(workload: Workload, policy: Quota) -> _Flow:
     )
     room = eta - unqueued
     backlog = _backlog(workload, 1 + max(0.0, room))
-    free_s = train_s + backlog.missing / rate
-    longest = workload.durations.mean_longest_s(workload.group_size)
-    paced_s = _paced_period_s(workload, policy, longest)
-    period = max(free_s, paced_s)
-    full = backlog.fullness if room > 0 and paced_s <= 1.02 * free_s else 1.0
+    period = max(pace.period_s, train_s + backlog.missing / rate if room > 0 else 0.0)
+    free_lag = unqueued + backlog.left / n if room > 0 else float(eta)
     return _Flow(
-        mean_lag=min(float(eta), unqueued + backlog.left / n) if full < 1 else float(eta),
+        mean_lag=min(float(eta), max(pace.mean_lag, free_lag)),
         period_s=period,
-        generate_s=generate if full < 1 else longest,
+        generate_s=generate,
         idle_s=period - train_s,
-        phi=0.5 * (1 - full),
+        phi=0.5 * pace.mean_free if room > 0 else 0.0,
         left_s=backlog.left / rate,
     )
 
@@ -281,114 +283,225 @@ def _quota(workload: Workload, policy: Quota) -> _Flow:
 PACED_STEPS = 8000
 
 
-def _paced_period_s(workload: Workload, policy: Quota, longest_s: float) -> float:
-    """The period that the quota, and waiting for groups that are max_lag old, leave.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Pace:
+    """Steps one by one; the first tenth is left out of means."""
 
-    With s_j the start of step j,
+    start_s: Floats
+    """Of each N groups, one more than steps."""
+    trained_s: Floats
+    """Start of each step."""
+    published_s: Floats
+    free: Floats
+    """Of each N groups, the share whose start waited for a place and not for a publication: these
+    are spread over the time to the next ones, the others start together."""
 
-        s_j >= s_{j-1} + T_s                          the trainer
-        s_j >= s_{j-eta-1/2} + T_s + E[group]         N of (eta + 1) N have finished
-        s_j >= s_{j-K-1} + T_s + X_j                  all that started K versions ago have
+    @property
+    def skip(self) -> int:
+        return len(self.trained_s) // 10
 
-    X the longest of N groups. Without the last line the period is
-    max(T_s, (T_s + E[group]) / (eta + 1/2)); with it, it is the growth rate of the recursion, for
-    which X is drawn by its quantiles in a fixed random order.
+    @property
+    def period_s(self) -> float:
+        first = self.skip
+        span = self.trained_s[-1] - self.trained_s[first]
+        return float(span / (len(self.trained_s) - 1 - first))
+
+    @property
+    def mean_free(self) -> float:
+        return float(self.free[self.skip :].mean())
+
+    @property
+    def mean_lag(self) -> float:
+        """As many groups are trained as start: how far the version of a start is behind its
+        number."""
+        c = np.repeat(np.arange(self.skip, len(self.free)), 4)
+        at = self.at(c, np.tile([1 / 8, 3 / 8, 5 / 8, 7 / 8], len(c) // 4))
+        return max(0.0, float((c - self.version(at)).mean()))
+
+    def at(self, c: Ints, part: Floats) -> Floats:
+        """Starts within the c-th N groups, `part` of the way to the last of them."""
+        gap = self.start_s[c + 1] - self.start_s[c]
+        return self.start_s[c] + part * self.free[c] * gap
+
+    def version(self, at: Floats) -> Ints:
+        return np.searchsorted(self.published_s, at, side="right")
+
+
+def _paced(workload: Workload, policy: Quota) -> _Pace:
+    """What a quota and waiting for groups that are max_lag old leave of the pace.
+
+    With s_j the start of step j and a_c that of the c-th N groups,
+
+        a_c >= s_{c-eta-1} + T_s             admission, at the publication that makes room
+        a_c >= a_{c-C/B} + E[L]              a place for each rollout
+        s_j >= s_{j-1} + T_s                 the trainer
+        s_j >= (start of group (j+1) N) + E[longest of G]
+        s_j >= a_c + X_c                     for every c that is K versions old by then
+
+    X_c is the longest of N groups, drawn by its quantiles in a fixed random order. Without the last
+    line, and with places enough, the period is max(T_s, (T_s + E[longest of G]) / (eta + 1/2)).
     """
-    train_s, eta, bound = workload.train_s, policy.eta, policy.max_lag
-    unbound_s = max(train_s, (train_s + longest_s) / (eta + 0.5)) if eta else train_s
-    if not eta:
-        bound = 0
-    if bound is None:
-        return unbound_s
-    n = workload.groups_per_step / (1 - workload.filtered_frac)
+    train_s, eta = workload.train_s, policy.eta
+    # Without run-ahead every group is waited for, whatever the bound.
+    bound = policy.max_lag if eta else 0
+    durations, size = workload.durations, workload.group_size
+    kept = 1 - workload.filtered_frac
+    steps = PACED_STEPS
+    start_s, train_at = _recursion(
+        longest=_longest_of_steps(workload, workload.groups_per_step / kept, steps),
+        mean_longest_s=durations.mean_longest_s(size),
+        held_s=durations.mean_longest_s(size) if workload.places == "group" else durations.mean_s,
+        places=workload.concurrency * kept / workload.batch,
+        train_s=train_s,
+        eta=eta,
+        bound=bound,
+    )
+    published = train_at + train_s
+    count = steps - 1
+    gap = np.maximum(start_s[1 : count + 1] - start_s[:count], 1e-12)
+    room = np.concatenate([np.zeros(eta), published])[:count]  # admits the N groups after c
+    return _Pace(
+        start_s=start_s,
+        trained_s=train_at,
+        published_s=published,
+        free=np.clip((start_s[1 : count + 1] - room) / gap, 0.0, 1.0),
+    )
+
+
+def _recursion(
+    *,
+    longest: list[float],
+    mean_longest_s: float,
+    held_s: float,
+    places: float,
+    train_s: float,
+    eta: int,
+    bound: int | None,
+) -> tuple[Floats, Floats]:
+    """Starts of N groups each, and of the steps; `places` in steps' worth of rollouts."""
+    steps = len(longest)
+    whole, part = int(places), places - int(places)
+    begun: list[float] = []
+    trained: list[float] = []
+    old, old_done = 0, 0.0
+
+    def begin() -> None:
+        c = len(begun)
+        at = begun[-1] if begun else 0.0
+        if c > eta:
+            at = max(at, trained[c - eta - 1] + train_s)
+        if places >= 1:
+            if c > whole:
+                freed = (1 - part) * begun[c - whole] + part * begun[c - whole - 1]
+                at = max(at, freed + held_s)
+        elif begun:
+            at = max(at, begun[-1] + held_s / places)
+        begun.append(at)
+
+    while len(begun) <= eta:
+        begin()
+    for j in range(steps):
+        at = trained[-1] + train_s if trained else 0.0
+        # The start of the next N groups, which at eta = 0 only this step's publication permits.
+        if eta:
+            following = begun[j + 1]
+            gap = following - begun[j]
+            room = trained[j - eta] + train_s if j >= eta else 0.0
+            free = min(1.0, max(0.0, (following - room) / gap)) if gap > 0 else 0.0
+            at = max(at, following - (1 - free) * gap / 2 + mean_longest_s)
+        if bound is not None:
+            limit = trained[j - bound] + train_s if 0 < bound <= j else math.inf if not bound else 0
+            while old < len(begun) and begun[old] < limit:
+                old_done = max(old_done, begun[old] + longest[min(old, steps - 1)])
+                old += 1
+            at = max(at, old_done)
+        trained.append(at)
+        begin()
+    return np.array(begun), np.array(trained)
+
+
+def _longest_of_steps(workload: Workload, groups: float, steps: int) -> list[float]:
+    """The longest rollout of so many groups, once per step, by quantiles in a random order."""
     values, weights = workload.durations.longest(workload.group_size)
     upto = np.cumsum(np.maximum(weights, 0.0))
-    order = np.random.default_rng(0).permutation(PACED_STEPS)
-    p = ((order + 0.5) / PACED_STEPS) ** (1 / n)
-    index = np.minimum(np.searchsorted(upto, p), len(values) - 1)
-    longest = values[index].tolist()
-    starts = [0.0] * (bound + 2)
-    for x in longest:
-        half = (starts[-eta] + starts[-eta - 1]) / 2 if eta else starts[-1]
-        starts.append(
-            max(
-                starts[-1] + train_s,
-                half + train_s + longest_s if eta else 0.0,
-                starts[-bound - 1] + train_s + x,
-            )
-        )
-    return max(unbound_s, starts[-1] / PACED_STEPS)
+    order = np.random.default_rng(0).permutation(steps)
+    p = ((order + 0.5) / steps) ** (1 / groups)
+    return values[np.minimum(np.searchsorted(upto, p), len(values) - 1)].tolist()
 
 
 # --------------------------------------------------------------------------- one by one
 
 
-def _spread(workload: Workload, flow: _Flow, bound: int | None) -> tuple[float, float]:
+def _spread(workload: Workload, flow: _Flow) -> tuple[float, float]:
     """The lag that 95 of 100 groups do not exceed, and the mean lag of tokens."""
     size, stagger = workload.group_size, _stagger_s(workload)
     rng = np.random.default_rng(0)
     groups = max(1000, DRAWS // size)
     rollouts = workload.durations.draw(rng, groups, size)
-    anywhere = 2 * flow.phi
-    """Share of the flow in which groups start at any time; the rest start at publications."""
-    p95 = token = 0.0
-    if anywhere > 0:
-        starts = np.arange(size) * (0.0 if workload.places == "group" else stagger)
-        gather_s = workload.groups_per_step / workload.group_rate
-        wait = flow.left_s + rng.uniform(0, gather_s, groups)
-        lags = np.ceil(((rollouts + starts).max(axis=1) + wait - flow.idle_s) / flow.period_s)
-        p95 += anywhere * _p95(lags, bound)
-        token += anywhere * _token_lag(workload, flow)
-    if anywhere < 1:
-        lags = _locked_lags(rollouts.max(axis=1), flow, bound)
-        p95 += (1 - anywhere) * _p95(lags, bound)
-        seconds = rollouts.sum()
-        newer = _versions_within(rollouts, lags, flow.period_s) if workload.in_flight else 0.0
-        own = (lags[:, None] * rollouts).sum()
-        token += (1 - anywhere) * float((own - newer) / seconds)
-    return float(round(p95)), token
-
-
-def _p95(lags: Floats, bound: int | None) -> float:
-    found = max(0.0, float(np.quantile(lags, 0.95, method="inverted_cdf")))
-    return found if bound is None else min(found, float(bound))
-
-
-def _token_lag(workload: Workload, flow: _Flow) -> float:
-    """Of tokens of groups that start at any time: from a token to its group's end, by tokens, in
-    the place of generate; in-flight ones are on average half a rollout nearer to it."""
+    starts = np.arange(size) * (0.0 if workload.places == "group" else stagger)
+    gather_s = workload.groups_per_step / workload.group_rate
+    wait = flow.left_s + rng.uniform(0, gather_s, groups)
+    lags = np.ceil(((rollouts + starts).max(axis=1) + wait - flow.idle_s) / flow.period_s)
+    # From a token to its group's end, by tokens, in the place of generate; in-flight ones are on
+    # average half a rollout nearer to it.
     durations = workload.durations
-    to_end = durations.token_weighted_longest_s(workload.group_size)
+    to_end = durations.token_weighted_longest_s(size)
     if workload.in_flight:
         to_end -= durations.mean_square / (2 * durations.mean_s)
-    return identity_lag(
-        generate_s=to_end, wait_s=flow.wait_s, idle_s=flow.idle_s, period_s=flow.period_s
+    token_lag = identity_lag(
+        generate_s=to_end,
+        wait_s=flow.wait_s,
+        idle_s=flow.idle_s,
+        period_s=flow.period_s,
+        phi=flow.phi,
     )
+    return _p95(lags), token_lag
 
 
-def _locked_lags(longest: Floats, flow: _Flow, bound: int | None) -> Floats:
-    """Of groups that start at publications and are trained oldest first: all become as old as the
-    flow makes them, those that take longer are trained when they have finished."""
-    done = np.maximum(0, np.ceil((longest - flow.idle_s) / flow.period_s))
+def _spread_of_quota(
+    workload: Workload, flow: _Flow, pace: _Pace, bound: int | None
+) -> tuple[float, float]:
+    """The same by drawing groups into the steps of the pace: each is trained in the first step
+    after its end, or when its turn comes, as oldest first has it."""
+    size = workload.group_size
+    rng = np.random.default_rng(0)
+    groups = max(1000, DRAWS // size)
+    rollouts = workload.durations.draw(rng, groups, size)
+    c = rng.integers(pace.skip, len(pace.free) - pace.skip, groups)
+    begun = pace.at(c, rng.random(groups))
+    version = pace.version(begun)
+    done = np.searchsorted(pace.trained_s, begun + rollouts.max(axis=1))
+    lags = np.maximum(0, done - version).astype(np.float64)
     if bound is not None:
-        done = np.minimum(done, bound)
-    low, high = 0.0, float(max(done.max(), flow.mean_lag)) + 1
-    for _ in range(50):
-        middle = (low + high) / 2
-        whole = math.floor(middle)
-        part = middle - whole
-        mean = (1 - part) * np.maximum(done, whole).mean() + part * np.maximum(
-            done, whole + 1
-        ).mean()
-        low, high = (middle, high) if mean < flow.mean_lag else (low, middle)
+        lags = np.minimum(lags, bound)
+    lags = _of_mean(lags, flow.mean_lag)
+    total = np.concatenate([[0.0], np.cumsum(pace.published_s)])
+
+    def integral(t: Floats) -> Floats:
+        before = pace.version(t)
+        return before * t - total[before]
+
+    trained_at = ((version + lags)[:, None] * rollouts).sum()
+    starts = np.broadcast_to(begun[:, None], rollouts.shape)
+    if workload.in_flight:
+        sampled_at = (integral(starts + rollouts) - integral(starts)).sum()
+    else:
+        sampled_at = (version[:, None] * rollouts).sum()
+    return _p95(lags), max(0.0, float((trained_at - sampled_at) / rollouts.sum()))
+
+
+def _p95(lags: Floats) -> float:
+    return max(0.0, float(np.quantile(lags, 0.95, method="inverted_cdf")))
+
+
+def _of_mean(lags: Floats, mean: float) -> Floats:
+    """None younger than a level at which their mean is `mean`; as they are where it is less."""
+    low, high = 0.0, float(max(lags.max(), mean)) + 1
+    for _ in range(40):
+        level = (low + high) / 2
+        whole, part = math.floor(level), level - math.floor(level)
+        lower, upper = np.maximum(lags, whole).mean(), np.maximum(lags, whole + 1).mean()
+        low, high = (level, high) if (1 - part) * lower + part * upper < mean else (low, level)
     whole, part = math.floor(low), low - math.floor(low)
-    level = np.where(np.arange(len(done)) < part * len(done), whole + 1, whole)
-    return np.maximum(done, level)
-
-
-def _versions_within(rollouts: Floats, lags: Floats, period_s: float) -> float:
-    """Sum over rollouts of the integral of floor(u / period): how much newer than its rollout's
-    start a token is, for starts at publications. Never newer than what trains it."""
-    whole = np.minimum(np.floor(rollouts / period_s), lags[:, None])
-    within = period_s * whole * (whole - 1) / 2 + whole * (rollouts - whole * period_s)
-    return float(within.sum())
+    order = np.random.default_rng(1).random(len(lags))
+    return np.maximum(lags, np.where(order < part, whole + 1, whole))
