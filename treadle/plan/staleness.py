@@ -9,8 +9,8 @@ publication to the start of training, T = the step period, and phi = 1/2 where g
 a place is free, 0 where their starts are locked to publications (`identity_lag`). The rest of this
 file says what those four are, for each policy.
 
-Guarantees: pure and quick (milliseconds), the same answer each time. How far it is from the
-simulator is measured by `benchmarks/staleness.py` on 504 settings, and in `tests/plan`.
+Guarantees: pure and quick (a fraction of a second), the same answer each time. How far it is from
+the simulator is measured by `benchmarks/staleness.py` on 504 settings, and in `tests/plan`.
 
 Takes: a `Workload` and a policy. Gives: a `Prediction`.
 Sources: Dong, Goel and Yu, "Predicting and Controlling Staleness in Fully Asynchronous RL
@@ -282,6 +282,9 @@ def _quota(workload: Workload, policy: Quota, pace: _Pace) -> _Flow:
 
 PACED_STEPS = 8000
 
+SPREAD = 16
+"""Points of time for which starts of one step's groups stand."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pace:
@@ -347,11 +350,15 @@ def _paced(workload: Workload, policy: Quota) -> _Pace:
     durations, size = workload.durations, workload.group_size
     kept = 1 - workload.filtered_frac
     steps = PACED_STEPS
+    places = workload.concurrency * kept / workload.batch
+    held_s = durations.mean_longest_s(size) if workload.places == "group" else durations.mean_s
+    # Where places hold only a part of N groups, the last of them start later.
+    late_s = max(0.0, 1 / places - 1) * held_s
     start_s, train_at = _recursion(
-        longest=_longest_of_steps(workload, workload.groups_per_step / kept, steps),
+        longest=_longest_of_steps(workload, workload.groups_per_step / kept, late_s, steps),
         mean_longest_s=durations.mean_longest_s(size),
-        held_s=durations.mean_longest_s(size) if workload.places == "group" else durations.mean_s,
-        places=workload.concurrency * kept / workload.batch,
+        held_s=held_s,
+        places=places,
         train_s=train_s,
         eta=eta,
         bound=bound,
@@ -420,13 +427,23 @@ def _recursion(
     return np.array(begun), np.array(trained)
 
 
-def _longest_of_steps(workload: Workload, groups: float, steps: int) -> list[float]:
-    """The longest rollout of so many groups, once per step, by quantiles in a random order."""
+def _longest_of_steps(workload: Workload, groups: float, late_s: float, steps: int) -> list[float]:
+    """From the first start of so many groups, spread over `late_s`, to their last end; once per
+    step, by quantiles in a random order."""
     values, weights = workload.durations.longest(workload.group_size)
     upto = np.cumsum(np.maximum(weights, 0.0))
+    ends, offsets = values, np.zeros(1)
+    if late_s:
+        offsets = late_s * (np.arange(SPREAD) + 0.5) / SPREAD
+        ends = np.sort(np.concatenate([values, values + late_s]))
+    log_p = np.zeros(len(ends))
+    for offset in offsets:
+        done = np.searchsorted(values, ends - offset, side="right")
+        share = np.concatenate([[0.0], upto])[done]
+        log_p += np.log(np.maximum(share, 1e-300)) * groups / len(offsets)
     order = np.random.default_rng(0).permutation(steps)
-    p = ((order + 0.5) / steps) ** (1 / groups)
-    return values[np.minimum(np.searchsorted(upto, p), len(values) - 1)].tolist()
+    index = np.searchsorted(log_p, np.log((order + 0.5) / steps))
+    return ends[np.minimum(index, len(ends) - 1)].tolist()
 
 
 # --------------------------------------------------------------------------- one by one
