@@ -311,7 +311,8 @@ def _print(
         title="What matters most, in closed form (whole numbers: scaled to a tenth)",
     )  # fmt: skip
     first = document["sensitivity"][0]
-    print(f"\nmatters most for lag: {first['input']}")
+    period = max(document["sensitivity"], key=lambda c: abs(c["step_period_frac"]))
+    print(f"\nmatters most for lag: {first['input']}; for the step period: {period['input']}")
     for advice in _advice(prediction, workload, policy):
         print(f"note: {advice}")
 
