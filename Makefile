@@ -61,6 +61,7 @@ bench: install ## performance figures with JSON results under benchmarks/results
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[gateway]'
 	$(BIN)/python -m benchmarks.gateway --json
 	$(BIN)/python -m benchmarks.routing --json
+	$(BIN)/python -m benchmarks.staleness --json
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

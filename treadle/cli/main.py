@@ -35,6 +35,7 @@ COMMANDS = {
     "eval": "evaluate a model or a run on held-out tasks",
     "report": "what a run did: before and after, curves, costs",
     "drift": "what training did to the model: KL to its start, weights, other task sets",
+    "plan": "predict lag, step period and utilization before a run",
     "sample": "talk to a model or to the result of a run",
     "export": "write a run's result as a PEFT adapter or a merged model",
     "runs": "list runs, see why one stopped, free disk space",

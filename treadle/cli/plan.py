@@ -1,489 +1,358 @@
-"""What a run would do and need, without doing it: `treadle train RECIPE --dry-run`.
+"""`treadle plan`: what a run's schedule will do, before it runs.
 
-Guarantees: nothing is trained, sampled or written; every check that a real start makes is made,
-and raises as there; estimates say from which numbers they come.
+Guarantees: nothing is trained or sampled; `staleness` (closed form) and `simulate` (the run's own
+scheduling on a virtual clock) take the same flags and print the same keys.
 
-Takes: a RunConfig and a run directory. Gives: JSON values, and the same as text.
+Takes: numbers of a run, or an earlier run to read them from. Gives: lag, period, utilization;
+a table that says which input matters most; JSON.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import argparse
+from dataclasses import asdict, fields
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from treadle import machine
-from treadle.cli.output import size
-from treadle.config import RunConfig, to_dict
+from treadle.cli.arguments import count, positive
+from treadle.cli.output import print_json, print_table
+from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from treadle.models.load import LoadedModel
-    from treadle.render import Renderer
-    from treadle.tasks import Mix
-    from treadle.tools import Tools
-    from treadle.types import Task
+    from treadle.plan.workload import BufferPolicy, Prediction, Workload
 
-PROMPTS = 16
-"""Of each task set, rendered to see how long they are."""
+EXAMPLE = (
+    "examples:\n"
+    "  treadle plan staleness --concurrency 240 --batch 120 --group 8 --queue 1 --train-s 10 "
+    "--durations lognormal:mean=20,sigma=1\n"
+    "  treadle plan simulate --concurrency 240 --batch 120 --group 8 --train-s 10 "
+    "--durations lognormal:mean=20,sigma=1,clip=160 --policy quota --eta 4 --max-lag 8 --json\n"
+    "  treadle plan staleness --run runs/first-run --policy quota --eta 2"
+)
 
-TOKEN_BYTES, TRAJECTORY_BYTES = 10, 1000
-"""What the ledger takes, compressed: per token, and per trajectory beside its tokens."""
-
-STATE_BYTES = 12
-"""Per trained parameter in a checkpoint: the float32 master and two moments."""
+POLICIES = ("queue-drop", "quota", "blocking")
 
 
-def plan(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """Check everything and estimate. Raises what a real start would raise before its first token.
-
-    Returns:
-        compute, model, tasks, algorithms, step, evaluation, memory, disk, template, run_dir,
-        cautions.
-    """
-    tuning = machine.tune()
-    from treadle import api
-    from treadle.tools import load_tools
-
-    algorithms = _algorithms(config)
-    mix = api.open_tasks(config)
-    loaded = api.load_model(config.model)
-    api.check_tokens(config, loaded)
-    tools = load_tools(config.rollout.tools)
-    renderer = api.renderer_of(loaded, tools=bool(config.rollout.tools))
-    probe = machine.probe()
-    dtype = probe.dtype if config.model.dtype == "auto" else config.model.dtype
-    trained = trained_parameters(config, loaded)
-    valued = _critic_parameters(config, loaded)
-    limit = loaded.shape.max_context
-    tasks = [_taskset(config, mix, i, renderer, tools, limit) for i in range(len(config.tasks))]
-    result = {
-        "compute": {
-            "device": probe.device,
-            "dtype": dtype,
-            "threads": tuning.threads,
-            "why": probe.reason if config.model.dtype == "auto" else "model.dtype says so",
-        },
-        "model": {
-            "path": loaded.path,
-            "provenance": asdict(loaded.provenance),
-            "shape": asdict(loaded.shape),
-            "trained_parameters": trained,
-            "critic_parameters": valued,
-            "stop_ids": loaded.stop_ids,
-        },
-        "tasks": tasks,
-        "algorithms": algorithms,
-        "step": _step(config, tasks),
-        "evaluation": _evaluation(config, tasks),
-        "memory": _memory(config, loaded, dtype, tasks),
-        "disk": _disk(config, run_dir, trained + valued, tasks),
-        "template": _template(renderer),
-        "run_dir": _run_dir(run_dir),
-    }
-    result["cautions"] = _cautions(config, result)
-    return result
-
-
-def trained_parameters(config: RunConfig, loaded: LoadedModel) -> int:
-    """How many numbers the optimiser owns."""
-    from treadle.models.forward import linear_names
-
-    if config.model.lora is None:
-        return loaded.shape.parameters
-    weights = [loaded.module.get_submodule(n).weight for n in linear_names(loaded.module)]
-    return config.model.lora.rank * sum(sum(w.shape) for w in weights)
-
-
-def _critic_parameters(config: RunConfig, loaded: LoadedModel) -> int:
-    """What the critic's optimiser owns; 0 without one."""
-    critic = config.learn.critic
-    if critic is None:
-        return 0
-    own = trained_parameters(config, loaded) if critic.kind == "model" else 0
-    return own + loaded.shape.hidden + 1
-
-
-# --------------------------------------------------------------------------- parts
-
-
-def _taskset(
-    config: RunConfig, mix: Mix, index: int, renderer: Renderer, tools: Tools, limit: int
-) -> dict[str, Any]:
-    """One task set: what it holds, what it pays, how long its prompts are. `limit`: of context."""
-    from treadle.api import LOOKED_AT, training_tasks
-    from treadle.evals.evaluate import questions
-    from treadle.reward import require_gradable
-    from treadle.tasks import Demonstrations
-
-    taskset, settings = mix.tasksets[index], config.tasks[index]
-    train = taskset.size(mix.split)
-    looked_at = training_tasks(mix, taskset, LOOKED_AT) if settings.ratio > 0 else []
-    total = sum(t.ratio for t in config.tasks)
-    if isinstance(taskset, Demonstrations):
-        return _demonstrations(config, taskset, settings.ratio / total, looked_at, renderer, limit)
-    asked = questions(taskset, config.eval) if config.eval.questions else ()
-
-    def prompts(tasks: Sequence[Task]) -> list[int]:
-        return [len(renderer.prompt(task.messages, tools.schemas)) for task in tasks[:PROMPTS]]
-
-    lengths, asked_lengths = prompts(looked_at), prompts(asked)
-    seen = [*lengths, *asked_lengths] if settings.ratio == 0 else lengths
-    return {
-        "name": taskset.name,
-        "kind": "rollouts",
-        "provenance": asdict(taskset.provenance),
-        "share": settings.ratio / total,
-        "minimum": settings.minimum,
-        "curriculum": to_dict(settings.curriculum),
-        "reward": settings.reward,
-        "train_tasks": train,
-        "held_out_questions": len(asked),
-        "held_out_split": config.eval.split,
-        "cannot_be_judged": {
-            mix.split: [require_gradable(settings, taskset, looked_at), len(looked_at)],
-            config.eval.split: [require_gradable(settings, taskset, asked), len(asked)],
-        },
-        "prompt_tokens_mean": fmean(seen) if seen else 0.0,
-        "prompt_tokens_max": max(seen, default=0),
-        "prompts_too_long": {
-            # A prompt needs room for one token of an answer.
-            split: [sum(n >= limit for n in found), len(found), max(found, default=0)]
-            for split, found in ((mix.split, lengths), (config.eval.split, asked_lengths))
-        },
-    }
-
-
-def _demonstrations(
-    config: RunConfig,
-    taskset: Any,
-    share: float,
-    tasks: Sequence[Task],
-    renderer: Renderer,
-    limit: int,
-) -> dict[str, Any]:
-    """A task set of demonstrations: how long they are, and which of them cannot be learnt."""
-    from treadle.rollout import demonstrate
-
-    groups = [
-        demonstrate(
-            task, i, taskset.demonstration(task), renderer=renderer, max_context=limit, version=0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in (
+        ("staleness", "lag, step period and utilization in closed form"),
+        ("simulate", "the same from the run's own scheduling on a virtual clock"),
+    ):
+        sub = actions.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
-        for i, task in enumerate(tasks)
-    ]
-    errors = [t.error for g in groups for t in g.trajectories if t.error is not None]
-    tokens = [sum(len(n.ids) for n in t.nodes) for g in groups for t in g.trajectories if t.nodes]
-    learnt = [t.num_trained_tokens for g in groups for t in g.trajectories if t.nodes]
-    return {
-        "name": taskset.name,
-        "kind": "demonstrations",
-        "provenance": asdict(taskset.provenance),
-        "share": share,
-        "reward": "none: demonstrations",
-        "train_tasks": taskset.size("train"),
-        "duplicates": taskset.num_duplicates,
-        "held_out_questions": 0,
-        "held_out_split": config.eval.split,
-        "cannot_be_judged": {},
-        "prompt_tokens_mean": fmean(tokens) if tokens else 0.0,
-        "prompt_tokens_max": max(tokens, default=0),
-        "learnt_tokens_mean": fmean(learnt) if learnt else 0.0,
-        "prompts_too_long": {},
-        "cannot_be_learnt": [len(errors), len(groups), errors[0].message if errors else ""],
-    }
+        _add_inputs(sub)
+        if name == "simulate":
+            sub.add_argument(
+                "--steps", type=positive, default=None, metavar="N", help="measured; default: 340"
+            )
+            sub.add_argument(
+                "--warmup", type=count, default=None, metavar="N", help="before them; default: 60"
+            )
+            sub.add_argument("--seed", type=count, default=0, help="of the durations drawn")
 
 
-def _algorithms(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """What trains the rows of each task set, with every number that it uses."""
-    from treadle.algorithms import describe, resolve_run
-    from treadle.tasks.mix import names_of
-    from treadle.train.terms import check_terms
-
-    names = names_of(config.tasks)
-    found = resolve_run(config, names)
-    check_terms(config.learn, found[""])
-    return {name: describe(found[name]) for name in names}
-
-
-def _step(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one optimiser step generates and trains, dropped groups not counted."""
-    rollout = config.rollout
-    share = sum(t["share"] for t in tasks if t["kind"] == "rollouts")
-    made = round(share * rollout.group_size * rollout.groups_per_step)
-    trajectories = made + round((1 - share) * rollout.groups_per_step)
-    prompt = sum(t["share"] * t["prompt_tokens_mean"] for t in tasks)
-    sampled = rollout.max_new_tokens * (
-        1 if rollout.harness == "single_turn" else rollout.max_turns
+def _add_inputs(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--concurrency", type=positive, metavar="C", help="rollouts at once")
+    sub.add_argument("--batch", type=positive, metavar="B", help="rollouts that a step trains")
+    sub.add_argument("--group", type=positive, metavar="G", help="rollouts per group")
+    sub.add_argument("--train-s", type=_seconds, metavar="S", help="a training step takes so long")
+    sub.add_argument(
+        "--durations",
+        metavar="SPEC",
+        help="of rollouts: lognormal:mean=20,sigma=1 | exp:mean=20 | fixed:20 | a JSON or CSV file "
+        "of seconds; ,clip=160 caps any of them",
     )
-    return {
-        "steps": config.steps,
-        "groups": rollout.groups_per_step,
-        "trajectories": trajectories,
-        "sampled_tokens_max": made * sampled,
-        "answer_tokens_max": sampled,
-        "prompt_tokens": round(prompt * rollout.groups_per_step),
-        "tokens_per_trajectory_max": round(prompt + sampled),
-        "micro_tokens": config.learn.micro_tokens,
-        "spread_keep": config.learn.spread_keep,
-        "overlong": None
-        if (overlong := rollout.overlong) is None
-        else {
-            "free_tokens": rollout.max_new_tokens - overlong.buffer(rollout.max_new_tokens),
-            "penalty": overlong.penalty,
-        },
-    }
-
-
-def _evaluation(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    questions = sum(t["held_out_questions"] for t in tasks)
-    between = (config.steps - 1) // config.eval.every if config.eval.every else 0
-    times = 2 + between if questions else 0
-    return {
-        "questions": questions,
-        "samples": config.eval.samples,
-        "times": times,
-        "answers": times * questions * config.eval.samples,
-        "reward": "the task set's own strict score, whatever trains",
-    }
-
-
-def _memory(
-    config: RunConfig, loaded: LoadedModel, dtype: str, tasks: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Bytes at the peak by part; the KV cache holds the rows that are decoded at once."""
-    from treadle.train.memory import estimate_memory
-    from treadle.train.proximal import kept_versions
-
-    step = _step(config, tasks)
-    prompt = max(t["prompt_tokens_max"] for t in tasks)
-    answer = min(step["answer_tokens_max"], loaded.shape.max_context - prompt)
-    ahead = config.schedule.eta + 1
-    rows, prompts = ahead * step["trajectories"], ahead * step["groups"]
-    kv_tokens = rows * max(0, answer) + prompts * prompt
-    packed = step["sampled_tokens_max"] + step["groups"] * prompt
-    estimate = estimate_memory(
-        loaded.shape,
-        lora=config.model.lora,
-        dtype=dtype,
-        micro_tokens=min(config.learn.micro_tokens, packed),
-        engine_kv_tokens=kv_tokens,
-        reference=config.learn.kl is not None,
-        critic=config.learn.critic,
-        step_tokens=step["sampled_tokens_max"],
-        versions=kept_versions(config),
+    sub.add_argument(
+        "--run",
+        type=Path,
+        dest="run_dir",
+        metavar="RUN",
+        help="read what is not given from an earlier run",
     )
-    parts = dict(estimate.parts)
-    if config.learn.teacher is not None:  # taken to be as large as the model: masters and copies
-        parts["teacher"] = loaded.shape.parameters * (6 if dtype == "bfloat16" else 8)
-    return {
-        "parts_bytes": parts,
-        "total_bytes": estimate.total + parts.get("teacher", 0),
-        "available_bytes": machine.facts().memory_available_bytes,
-        "kv_tokens": kv_tokens,
+    sub.add_argument(
+        "--policy", choices=POLICIES, help="what bounds run-ahead; default: queue-drop"
+    )
+    sub.add_argument(
+        "--queue", type=_number, metavar="Q", help="capacity in steps, >= 1; default: 1"
+    )
+    sub.add_argument("--eta", type=count, metavar="E", help="of a quota: steps of run-ahead")
+    sub.add_argument(
+        "--max-lag",
+        type=_bound,
+        default=argparse.SUPPRESS,
+        metavar="K",
+        help="of a quota: the trainer waits for groups that old; default: 2*eta; none = for none",
+    )
+    sub.add_argument(
+        "--sync-s",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="a publication stops generation so long; default: 0",
+    )
+    sub.add_argument(
+        "--filtered",
+        type=_number,
+        default=0.0,
+        metavar="F",
+        help="share of groups dropped before training, e.g. for equal rewards; default: 0",
+    )
+    sub.add_argument(
+        "--places",
+        choices=("rollout", "group"),
+        default="rollout",
+        help="who holds a place until it ends; default: rollout",
+    )
+    sub.add_argument(
+        "--pinned",
+        action="store_true",
+        help="a rollout keeps the version it began with; default: it goes on with new weights",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if value > 1e9:
+        raise argparse.ArgumentTypeError(f"`{text}` is more than 1e9 seconds")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number >= 0")
+    return value
+
+
+def _bound(text: str) -> int | None:
+    """A count, or None = no bound; the attribute is absent where nothing is given."""
+    return None if text == "none" else count(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    from treadle.plan.sensitivity import sensitivities
+    from treadle.plan.simulate import STEPS, WARMUP, simulate
+    from treadle.plan.staleness import predict
+
+    workload, policy = _workload(args), _policy(args)
+    document: dict[str, Any] = {"method": args.action}
+    if args.action == "staleness":
+        prediction = predict(workload, policy)
+    else:
+        steps = STEPS if args.steps is None else args.steps
+        warmup = WARMUP if args.warmup is None else args.warmup
+        found = simulate(workload, policy, steps=steps, warmup=warmup, seed=args.seed)
+        prediction = found.prediction
+        document["simulated"] = {
+            "steps": steps,
+            "warmup": warmup,
+            "seed": args.seed,
+            "max_lag": found.max_lag,
+            "phi": found.phi,
+            "trained_duration_s": float(found.durations_s.mean()),
+            "offered_duration_s": float(found.offered_s.mean()),
+        }
+    changes = sensitivities(workload, policy)
+    document = {
+        **asdict(prediction),
+        **document,
+        "inputs": _inputs(workload, policy),
+        "sensitivity": [asdict(change) for change in changes],
     }
+    if args.json:
+        print_json(document)
+    else:
+        _print(document, prediction, workload, policy)
+    return 0
 
 
-def _disk(
-    config: RunConfig, run_dir: Path, trained: int, tasks: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Upper estimates in bytes: every answer as long as it may be."""
-    step, evaluation = _step(config, tasks), _evaluation(config, tasks)
-    trajectories = config.steps * step["trajectories"] + evaluation["answers"]
-    each = TRAJECTORY_BYTES + TOKEN_BYTES * step["tokens_per_trajectory_max"]
-    checkpoints = (config.store.keep_checkpoints + 1) * STATE_BYTES * trained
-    place = run_dir.absolute()
-    while not place.exists():
-        place = place.parent
-    return {
-        "ledger_bytes": trajectories * each,
-        "checkpoint_bytes": STATE_BYTES * trained,
-        "checkpoints_bytes": checkpoints,
-        "total_bytes": trajectories * each + checkpoints,
-        "free_bytes": shutil.disk_usage(place).free,
-        "limit_bytes": int(config.store.max_gib * 2**30),
+# --------------------------------------------------------------------------- inputs
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    from treadle.plan import durations
+    from treadle.plan.workload import Workload
+
+    given = {
+        "concurrency": args.concurrency,
+        "batch": args.batch,
+        "group": args.group,
+        "train_s": args.train_s,
     }
+    found = None if args.durations is None else durations.parse(args.durations)
+    if args.run_dir is not None:
+        from treadle.cli.target import existing_run
+        from treadle.plan.calibrate import calibrate
+
+        measured = calibrate(existing_run(args.run_dir))
+        given = {k: getattr(measured, k) if v is None else v for k, v in given.items()}
+        found = measured.durations if found is None else found
+    missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
+    if missing or found is None:
+        missing += ["--durations"] if found is None else []
+        raise ConfigError(
+            f"treadle plan {args.action} needs {', '.join(missing)}",
+            hint=f"treadle plan {args.action} --help shows an example; --run RUN reads them from a "
+            "run",
+        )
+    batch, group = given["batch"], given["group"]
+    if batch % group:
+        near = max(1, round(batch / group)) * group
+        raise ConfigError(
+            f"a batch of {batch} rollouts is not whole groups of {group}",
+            hint=f"--batch {near} is {near // group} groups",
+        )
+    return Workload(
+        concurrency=given["concurrency"],
+        group_size=group,
+        groups_per_step=batch // group,
+        train_s=given["train_s"],
+        durations=found,
+        sync_s=args.sync_s,
+        filtered_frac=args.filtered,
+        places=args.places,
+        in_flight=not args.pinned,
+    )
 
 
-def _template(renderer: Renderer) -> dict[str, Any]:
-    report = renderer.check()
-    return {"sha256": report.hash, "lines": report.lines(), "problems": report.problems}
+def _policy(args: argparse.Namespace) -> BufferPolicy:
+    from treadle.plan.workload import Blocking, QueueDrop, Quota
 
-
-def _run_dir(run_dir: Path) -> dict[str, Any]:
-    """Whether a start would find the place free."""
-    from treadle.cli.target import is_run
-    from treadle.evals import EVALUATED
-    from treadle.store import Store
-
-    if is_run(run_dir):
-        with Store.open(run_dir, readonly=True) as store:
-            done, info = store.frontier().step, store.info()
-        status = info.status
-        if EVALUATED in info.provenance:
-            return {"path": run_dir, "state": "other", "says": "holds an evaluation, not a run"}
-        says = f"holds a run: {status}, {done} steps done; --resume goes on with it"
-        return {"path": run_dir, "state": "run", "steps_done": done, "says": says}
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        return {"path": run_dir, "state": "other", "says": "exists and holds no run"}
-    return {"path": run_dir, "state": "new", "says": "would be made"}
-
-
-def _cautions(config: RunConfig, result: Mapping[str, Any]) -> list[str]:
-    """What does not stop the run and is probably not wanted."""
-    out = []
-    for taskset in result["tasks"]:
-        wanted, found = config.eval.questions, taskset["held_out_questions"]
-        if taskset["kind"] == "demonstrations":
-            num, of, first = taskset["cannot_be_learnt"]
-            if num:
-                out.append(
-                    f"{taskset['name']}: {num} of {of} demonstrations looked at cannot be learnt "
-                    f"and will be dropped, the first: {first}"
+    bound_given = "max_lag" in vars(args)
+    name = args.policy or "queue-drop"
+    if name != "quota":
+        for option, given in (("--eta", args.eta is not None), ("--max-lag", bound_given)):
+            if given:
+                raise ConfigError(
+                    f"{option} says nothing about --policy {name}",
+                    hint="give --policy quota, or --queue for a queue",
                 )
-            continue
-        if found < wanted:
-            out.append(
-                f"{taskset['name']}: split `{config.eval.split}` has {found} distinct questions, "
-                f"{wanted} are asked for"
-            )
-        out += _unusable(taskset, result["model"]["shape"]["max_context"])
-        longest = taskset["prompt_tokens_max"] + config.rollout.max_new_tokens
-        limit = result["model"]["shape"]["max_context"]
-        if taskset["prompt_tokens_max"] < limit < longest:
-            out.append(
-                f"{taskset['name']}: a prompt of {taskset['prompt_tokens_max']} tokens and an "
-                f"answer of {config.rollout.max_new_tokens} exceed the context of {limit}: "
-                "answers will be cut"
-            )
-    memory = result["memory"]
-    if memory["total_bytes"] > memory["available_bytes"]:
-        out.append(
-            f"about {size(memory['total_bytes'])} of memory, {size(memory['available_bytes'])} "
-            "are available: lower learn.micro_tokens or rollout.group_size"
+        queue = 1.0 if args.queue is None else args.queue
+        return QueueDrop(queue=queue) if name == "queue-drop" else Blocking(queue=queue)
+    if args.queue is not None:
+        raise ConfigError(
+            "--queue says nothing about --policy quota",
+            hint="a quota is --eta and --max-lag; nothing is thrown away",
         )
-    disk = result["disk"]
-    for name, room in (("free", disk["free_bytes"]), ("store.max_gib", disk["limit_bytes"])):
-        if disk["total_bytes"] > room:
-            out.append(f"about {size(disk['total_bytes'])} of disk, {name} is {size(room)}")
-    return out
+    if args.eta is None:
+        raise ConfigError(
+            "--policy quota needs --eta", hint="steps of run-ahead, e.g. --eta 4 --max-lag 8"
+        )
+    return Quota(eta=args.eta, max_lag=args.max_lag if bound_given else 2 * args.eta)
 
 
-def _unusable(taskset: Mapping[str, Any], limit: int) -> list[str]:
-    """Tasks that will give nothing to learn from and nothing to measure."""
-    out = []
-    for split, (num, of, longest) in taskset["prompts_too_long"].items():
-        if num:
-            out.append(
-                f"{taskset['name']}: {num} of {of} prompts looked at in split `{split}` do not fit "
-                f"(prompt of {longest} tokens, max_context {limit}): they stay unscored; raise "
-                "model.max_context or leave them out"
-            )
-    for split, (num, of) in taskset["cannot_be_judged"].items():
-        if num:
-            out.append(
-                f"{taskset['name']}: {num} of {of} tasks looked at in split `{split}` cannot be "
-                f"judged by reward `{taskset['reward']}`: they stay unscored"
-            )
-    return out
+def _inputs(workload: Workload, policy: BufferPolicy) -> dict[str, Any]:
+    durations = workload.durations
+    return {
+        **{f.name: getattr(workload, f.name) for f in fields(workload) if f.name != "durations"},
+        "batch": workload.batch,
+        "durations": {
+            "text": durations.text,
+            "mean_s": durations.mean_s,
+            "tailness": durations.tailness(workload.group_size),
+            "p95_s": durations.quantile(0.95),
+        },
+        "policy": {"name": _name(policy), **asdict(policy)},
+    }
 
 
 # --------------------------------------------------------------------------- text
 
 
-def as_text(config: RunConfig, result: Mapping[str, Any]) -> str:
-    """The plan for people: the resolved config, then what it means."""
-    compute, model, step = result["compute"], result["model"], result["step"]
-    shape, evaluation, disk = model["shape"], result["evaluation"], result["disk"]
-    lines = ["config", *_config_lines(to_dict(config)), "", "plan"]
-    lines += [
-        f"  run directory   {result['run_dir']['path']}: {result['run_dir']['says']}",
-        f"  compute         {compute['device']}, {compute['dtype']}, {compute['threads']} threads "
-        f"({compute['why']})",
-        f"  model           {shape['family']}, {shape['parameters'] / 1e6:,.1f} M parameters, "
-        f"{shape['layers']} layers x {shape['hidden']}, vocabulary {shape['vocab']:,}, "
-        f"{model['provenance']['license']}",
-        f"  trained         {model['trained_parameters'] / 1e6:,.2f} M parameters"
-        + (f", and a critic of {n:,}" if (n := model["critic_parameters"]) else ""),
-    ]
-    lines += [f"  tasks           {_tasks_line(t)}" for t in result["tasks"]]
-    lines += [
-        f"  algorithm       {name}: {_algorithm_line(found)}"
-        for name, found in result["algorithms"].items()
-    ]
-    lines += [
-        f"  a step          {step['groups']} groups, {step['trajectories']} trajectories, up to "
-        f"{step['sampled_tokens_max']:,} sampled tokens"
-        + (
-            f", trained on those with {step['spread_keep']:.0%} of the spread of each task set"
-            if step["spread_keep"]
-            else ""
+def _print(
+    document: dict[str, Any], prediction: Prediction, workload: Workload, policy: BufferPolicy
+) -> None:
+    p, durations = prediction, workload.durations
+    bound = "none" if p.lag_bound is None else f"{p.lag_bound} (no trained group is older)"
+    rows = [
+        ("mean_lag", f"{p.mean_lag:.2f}", "of a group: versions from its first rollout's start to "
+         "its training"),
+        ("p95_lag", f"{p.p95_lag:.0f}", "19 of 20 groups are not older"),
+        ("lag_bound", bound, ""),
+        ("token_lag", f"{p.token_lag:.2f}", "the same of a token, mean over trained tokens"),
+        ("step_period_s", f"{p.step_period_s:.4g}", f"{workload.train_s:.3g} s of it training"),
+        ("trainer_utilization", f"{p.trainer_utilization:.0%}", ""),
+        ("sampler_utilization", f"{p.sampler_utilization:.0%}", "of places, a rollout going on"),
+        ("rho", f"{p.rho:.2f}", "generation with every place taken over training; 1 = balanced"),
+        ("dropped_frac", f"{p.dropped_frac:.0%}", "of groups thrown away by a full queue"),
+    ]  # fmt: skip
+    print(
+        f"{_name(policy)}: {_knobs(policy)}; {workload.concurrency} rollouts at "
+        f"once, steps of {workload.groups_per_step} groups x {workload.group_size}; durations "
+        f"{durations.text}: mean {durations.mean_s:.3g} s, the longest of a group "
+        f"{durations.tailness(workload.group_size):.2f} times that"
+    )
+    print()
+    print_table(["", document["method"], ""], rows)
+    if found := document.get("simulated"):
+        print(
+            f"\nsimulated {found['steps']} steps after {found['warmup']}: largest lag "
+            f"{found['max_lag']}; rollouts offered {found['offered_duration_s']:.3g} s, trained "
+            f"{found['trained_duration_s']:.3g} s"
         )
-        + (
-            f", turns beyond {overlong['free_tokens']:,} tokens cost up to {overlong['penalty']:g}"
-            if (overlong := step["overlong"])
-            else ""
-        )
-        + f"; {step['steps']} steps",
-        f"  evaluation      {evaluation['times']} x {evaluation['questions']} questions x "
-        f"{evaluation['samples']} samples = {evaluation['answers']:,} answers",
-        f"  memory          {_memory_line(result['memory'])}",
-        f"  disk            up to {size(disk['total_bytes'])}: ledger {size(disk['ledger_bytes'])},"
-        f" checkpoints {size(disk['checkpoints_bytes'])}; {size(disk['free_bytes'])} free",
-        f"  chat template   {result['template']['lines'][0]}",
-        *(f"                  {line}" for line in result["template"]["lines"][1:]),
-        *(f"  caution         {caution}" for caution in result["cautions"]),
-    ]
-    return "\n".join(lines)
+    print()
+    print_table(
+        ["a tenth more of", "from", "to", "mean_lag", "step_period_s"],
+        [
+            (c["input"], c["before"], c["after"], f"{c['mean_lag']:+.2f}",
+             f"{c['step_period_frac']:+.1%}")
+            for c in document["sensitivity"]
+        ],
+        title="What matters most, in closed form (whole numbers: scaled to a tenth)",
+    )  # fmt: skip
+    first = document["sensitivity"][0]
+    period = max(document["sensitivity"], key=lambda c: abs(c["step_period_frac"]))
+    print(f"\nmatters most for lag: {first['input']}; for the step period: {period['input']}")
+    for advice in _advice(prediction, workload, policy):
+        print(f"note: {advice}")
 
 
-def _tasks_line(t: Mapping[str, Any]) -> str:
-    if t["kind"] == "demonstrations":
-        return (
-            f"{t['name']}: {t['share']:.0%} of groups, {t['train_tasks']} demonstrations of about "
-            f"{t['prompt_tokens_mean']:.0f} tokens, {t['learnt_tokens_mean']:.0f} of them learnt"
-        )
-    share = f"{t['share']:.0%} of groups" if t["share"] else "evaluated only"
-    return (
-        f"{t['name']}: {share}, reward {t['reward']}, prompts of about "
-        f"{t['prompt_tokens_mean']:.0f} tokens, {t['held_out_questions']} held-out questions "
-        f"({t['held_out_split']})"
+def _name(policy: BufferPolicy) -> str:
+    """As --policy takes it."""
+    from treadle.plan.workload import Blocking, QueueDrop
+
+    if isinstance(policy, QueueDrop):
+        return "queue-drop"
+    return "blocking" if isinstance(policy, Blocking) else "quota"
+
+
+def _knobs(policy: BufferPolicy) -> str:
+    return ", ".join(
+        f"{name} {'none' if value is None else f'{value:g}'}"
+        for name, value in asdict(policy).items()
     )
 
 
-def _algorithm_line(algorithm: Mapping[str, Any]) -> str:
-    def numbers(values: Mapping[str, Any]) -> str:
-        return f" ({', '.join(f'{k} {v}' for k, v in values.items())})" if values else ""
+def _advice(p: Prediction, workload: Workload, policy: BufferPolicy) -> list[str]:
+    from treadle.plan.workload import QueueDrop, Quota
 
-    correction, advantage = algorithm["correction"], algorithm["advantage"] or "none"
-    return (
-        f"{algorithm['name']} = advantage {advantage}, loss {algorithm['loss']}"
-        f"{numbers(algorithm['loss_options'])}, {algorithm['aggregation']}"
-        + (f" (L {algorithm['norm_tokens']})" if "norm_tokens" in algorithm else "")
-        + (f", credit{numbers(algorithm['credit'])}" if "credit" in algorithm else "")
-        + (f", correction{numbers(correction)}" if correction else "")
-        + (", plus the teacher's" if "teacher" in algorithm else "")
-    )
-
-
-def _memory_line(memory: Mapping[str, Any]) -> str:
-    parts = sorted(memory["parts_bytes"].items(), key=lambda part: -part[1])
-    named = ", ".join(f"{name} {size(num)}" for name, num in parts if num)
-    return (
-        f"about {size(memory['total_bytes'])} at the peak of {size(memory['available_bytes'])} "
-        f"available: {named}"
-    )
+    out = []
+    if isinstance(policy, QueueDrop) and p.rho > 1.02:
+        out.append(
+            f"{p.dropped_frac:.0%} of what is generated is thrown away: about "
+            f"{0.95 * workload.concurrency / p.rho:.0f} rollouts at once give rho 0.95"
+        )
+    if isinstance(policy, QueueDrop) and policy.queue > 1:
+        out.append("a queue of 1 step is younger and hardly slower: --queue 1")
+    if isinstance(policy, Quota) and policy.eta and p.step_period_s > 1.05 * _free_s(workload):
+        slower = p.step_period_s / _free_s(workload) - 1
+        out.append(
+            f"the quota makes steps {slower:.0%} longer than places and trainer allow: a larger "
+            "eta or max_lag, or a cap on durations (,clip=S), buys that back"
+        )
+    return out
 
 
-def _config_lines(tree: Any, prefix: str = "") -> list[str]:
-    """`  learn.lr = 0.0003`, one leaf a line, as --set takes them."""
-    pairs: list[tuple[str, Any]] = []
-    if isinstance(tree, Mapping):
-        pairs = list(tree.items())
-    elif isinstance(tree, list) and any(isinstance(v, Mapping) for v in tree):
-        pairs = [(str(i), v) for i, v in enumerate(tree)]
-    if not pairs:
-        return [f"  {prefix.rstrip('.')} = {json.dumps(tree)}"]
-    return [line for key, value in pairs for line in _config_lines(value, f"{prefix}{key}.")]
+def _free_s(workload: Workload) -> float:
+    slowest = max(workload.train_s, workload.groups_per_step / workload.group_rate)
+    return slowest + workload.sync_s

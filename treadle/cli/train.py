@@ -113,7 +113,7 @@ def _nothing_to_do(args: argparse.Namespace, run_dir: Path, done: int) -> int:
 
 
 def _dry_run(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
-    from treadle.cli.plan import as_text, plan
+    from treadle.cli.dry_run import as_text, plan
 
     result = plan(config, run_dir)
     if args.json:
