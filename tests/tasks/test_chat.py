@@ -104,7 +104,7 @@ def test_a_failed_call_may_be_shown_where_it_is_not_learnt(tmp_path: Path) -> No
         (calling(arguments=[1]), "no JSON object"),
         (calling(arguments='{"a": NaN}'), "NaN is not a JSON value"),
         (calling(arguments=0), "no JSON object"),
-        (calling(argumnets="{}"), r"tool_calls\[0\]: unknown key `argumnets`"),
+        (calling(argumentz="{}"), r"tool_calls\[0\]: unknown key `argumentz`"),
         ({"messages": TURNS, "id": ""}, "`id` must be text, got ''"),
         ({"messages": TURNS, "tools": ["add"]}, "`tools` must be a list of specs"),
         ({"messages": TURNS, "split": "dev"}, "unknown split `dev`"),
