@@ -46,10 +46,9 @@ from treadle import machine
 
 machine.tune()
 
-from benchmarks.common import RESULTS, commit, finish, in_processes, say
+from benchmarks.common import add_row, commit, finish, in_processes, rows, say
 
 NAME = "algorithms"
-ROWS = RESULTS / f"{NAME}.jsonl"
 SEEDS = (0, 1, 2)
 FAMILIES = ("reverse", "sort")
 LETTERS = {"reverse": 4, "sort": 4}
@@ -207,10 +206,6 @@ def measure(model: str, algorithm: str, family: str, seed: int) -> dict[str, Any
     }
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
 def table(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Mean, least and largest over the seeds, by algorithm and family."""
     out: dict[str, dict[str, Any]] = {}
@@ -241,7 +236,9 @@ def main() -> int:
 
     now = setting()
     have = {
-        (row["algorithm"], row["family"], row["seed"]) for row in rows() if row["setting"] == now
+        (row["algorithm"], row["family"], row["seed"])
+        for row in rows(NAME)
+        if row["setting"] == now
     }
     everything = [(a, f, s) for s in SEEDS for a in names() for f in FAMILIES]
     wanted = (
@@ -255,14 +252,13 @@ def main() -> int:
             list(in_processes(base, [Path(model)], workers=1))
         what = [(model, *one) for one in wanted]
         for row in in_processes(_measured, what, workers=cores):
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            add_row(NAME, row)
             say(
                 f"{row['algorithm']:>22} {row['family']:>9} seed {row['seed']}: "
                 f"{row['start']:.2f} -> {row['final']:.2f}, area {row['area']:.2f}, "
                 f"entropy {row['entropy_nats']:.2f}"
             )
-    found = table([row for row in rows() if row["setting"] == now])
+    found = table([row for row in rows(NAME) if row["setting"] == now])
     figures = {
         f"{NAME}.{algorithm}.{family}.{key}": cell[key]["mean"]
         for algorithm, families in found.items()
@@ -270,7 +266,7 @@ def main() -> int:
         for key in ("final", "area")
     }
     for family in FAMILIES:
-        starts = [r["start"] for r in rows() if (r["setting"], r["family"]) == (now, family)]
+        starts = [r["start"] for r in rows(NAME) if (r["setting"], r["family"]) == (now, family)]
         figures[f"{NAME}.start.{family}"] = sum(starts) / len(starts)
     finish(NAME, figures, {"table": found})
     return 0

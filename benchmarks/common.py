@@ -35,6 +35,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def rows(name: str) -> list[dict[str, Any]]:
+    """Those of results/NAME.jsonl, oldest first."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_row(name: str, row: Mapping[str, Any]) -> None:
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def in_processes(function: Callable[[T], R], items: Sequence[T], *, workers: int) -> Iterator[R]:
     """What a function of this module's caller gives for each item, as they are ready. Processes
     serve a few items each, so what one leaves behind does not grow.

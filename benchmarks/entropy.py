@@ -49,10 +49,9 @@ from treadle import machine
 
 machine.tune()
 
-from benchmarks.common import RESULTS, commit, finish, in_processes, say
+from benchmarks.common import add_row, commit, finish, in_processes, rows, say
 
 NAME = "entropy"
-ROWS = RESULTS / f"{NAME}.jsonl"
 SEEDS = (0, 1, 2)
 ARMS = ("grpo", "repo_r", "bonus")
 QUESTIONS, HELD_OUT = 3000, 100
@@ -312,14 +311,10 @@ def area(curve: Mapping[int, float]) -> float:
     return total / (steps[-1] - steps[0])
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
 def figures_of(name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Of the present setting of one model; empty where it has no rows."""
     now = setting(SETUPS[name])
-    latest = {(row["arm"], row["seed"]): row for row in rows() if row["setting"] == now}
+    latest = {(row["arm"], row["seed"]): row for row in rows(NAME) if row["setting"] == now}
     if not latest:
         return {}, []
     whole = [s for s in SEEDS if all((arm, s) in latest for arm in ARMS)]
@@ -348,7 +343,7 @@ def main() -> int:
 
     setup = SETUPS[args.model]
     now = setting(setup)
-    have = {(row["arm"], row["seed"]) for row in rows() if row["setting"] == now}
+    have = {(row["arm"], row["seed"]) for row in rows(NAME) if row["setting"] == now}
     everything = [(arm, seed) for seed in SEEDS for arm in ARMS]
     wanted = (
         [one for one in everything if one not in have]
@@ -360,8 +355,7 @@ def main() -> int:
             list(in_processes(base, [Path(made)], workers=1))
         what = [(args.model, setup.model or made, *one) for one in wanted]
         for row in in_processes(_measured, what, workers=setup.workers):
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            add_row(NAME, row)
             last = {key: list(row[key].values())[-1] for key in ("first", "second")}
             say(
                 f"{row['arm']:>7} seed {row['seed']}: entropy {row['entropy_start_nats']:.2f} -> "

@@ -42,7 +42,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.common import RESULTS, commit, finish, say
+from benchmarks.common import add_row, commit, finish, rows, say
 from benchmarks.recipe_gain import chosen
 from treadle.config import (
     EvalConfig,
@@ -57,7 +57,6 @@ from treadle.config import (
 )
 
 NAME = "multitask"
-ROWS = RESULTS / f"{NAME}.jsonl"
 SEEDS = (0, 1, 2)
 RANKS = {"tiny": (1, 8), "smollm2": (8,)}
 FAMILIES = {"tiny": ("additions", "reversals"), "smollm2": ("chain_sum", "gcd")}
@@ -196,14 +195,10 @@ def gap(of: Sequence[dict[str, Any]]) -> tuple[float, float]:
     return fmean(worst), stdev(worst) / len(worst) ** 0.5 if len(worst) > 1 else float("nan")
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
 def figures_of(model: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Of the present setting of one model; empty where it has no rows."""
     now = {setting(model, rank) for rank in RANKS[model]}
-    latest = {(row["rank"], row["seed"]): row for row in rows() if row["setting"] in now}
+    latest = {(row["rank"], row["seed"]): row for row in rows(NAME) if row["setting"] in now}
     table = [latest[key] for key in sorted(latest)]
     if not table:
         return {}, []
@@ -235,13 +230,12 @@ def main() -> int:
 
     model: str = args.model
     now = {setting(model, rank) for rank in RANKS[model]}
-    have = {(row["rank"], row["seed"]) for row in rows() if row["setting"] in now}
+    have = {(row["rank"], row["seed"]) for row in rows(NAME) if row["setting"] in now}
     wanted = [(rank, seed) for seed in SEEDS for rank in RANKS[model]]
     for rank, seed in [w for w in wanted if w not in have] if args.full else wanted[:1]:
         say(f"{model}, rank {rank}, seed {seed}: minutes")
         row = measure(model, rank, seed)
-        with ROWS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        add_row(NAME, row)
         say(f"  separate {row['separate']}, joint {row['joint']}")
     figures: dict[str, float] = {}
     table: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, commit, finish, say
+from benchmarks.common import add_row, commit, finish, rows, say
 
 SEEDS = (0, 1, 2)
 
@@ -92,10 +92,6 @@ def measure(recipe: str, seed: int) -> dict[str, Any]:
     }
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main(name: str, recipe: str, description: str) -> int:
     """Parse the command line, measure, append rows, and write the document."""
     parser = argparse.ArgumentParser(description=description)
@@ -104,15 +100,14 @@ def main(name: str, recipe: str, description: str) -> int:
     parser.add_argument("--json", action="store_true", help="only the document on stdout")
     args = parser.parse_args()
 
-    path, now = RESULTS / f"{name}.jsonl", setting(recipe)
-    have = {row["seed"] for row in rows(path) if row["setting"] == now}
+    now = setting(recipe)
+    have = {row["seed"] for row in rows(name) if row["setting"] == now}
     missing = [s for s in SEEDS if s not in have]
     for seed in SEEDS if args.again else missing if args.full else SEEDS[:1]:
         say(f"seed {seed}: minutes")
         row = measure(recipe, seed)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    latest = {row["seed"]: row for row in rows(path) if row["setting"] == now}
+        add_row(name, row)
+    latest = {row["seed"]: row for row in rows(name) if row["setting"] == now}
     table = [latest[seed] for seed in sorted(latest)]
     gains = {rate: [row["gain"][rate] for row in table] for rate in ("strict", "lenient")}
     finish(

@@ -33,10 +33,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, commit, finish, say
+from benchmarks.common import add_row, commit, finish, rows, say
 
 NAME = "sft_rl_distill"
-ROWS = RESULTS / f"{NAME}.jsonl"
 SEEDS = (0, 1, 2)
 METHODS = ("sft", "rl", "distill")
 
@@ -181,10 +180,6 @@ def measure(seed: int) -> list[dict[str, Any]]:
     return out
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
 def figures(table: dict[tuple[str, int], dict[str, Any]]) -> dict[str, float]:
     seeds = [s for s in SEEDS if all((m, s) in table for m in METHODS)]
     out: dict[str, float] = {f"{NAME}.seeds": len(seeds)}
@@ -211,14 +206,13 @@ def main() -> int:
 
     machine.tune()
     now = setting()
-    have = {(row["method"], row["seed"]) for row in rows() if row["setting"] == now}
+    have = {(row["method"], row["seed"]) for row in rows(NAME) if row["setting"] == now}
     missing = [s for s in SEEDS if not all((m, s) in have for m in METHODS)]
     for seed in missing if args.full else SEEDS[:1]:
         say(f"seed {seed}: about two minutes of CPU")
         for row in measure(seed):
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    latest = {(row["method"], row["seed"]): row for row in rows() if row["setting"] == now}
+            add_row(NAME, row)
+    latest = {(row["method"], row["seed"]): row for row in rows(NAME) if row["setting"] == now}
     finish(NAME, figures(latest), {"rows": [latest[key] for key in sorted(latest)]})
     return 0
 

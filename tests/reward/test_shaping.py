@@ -54,8 +54,9 @@ def turns(make, *lengths: int) -> Trajectory:
     return replace(make(), nodes=tuple(said(i, n, i % 2 == 0) for i, n in enumerate(counts)))
 
 
-def rollout(**overlong: object) -> RolloutConfig:
-    return RolloutConfig(max_new_tokens=20, overlong=OverlongConfig(**overlong))  # type: ignore[arg-type]
+def rollout(*, buffer_tokens: int | None = None, penalty: float = 1.0) -> RolloutConfig:
+    overlong = OverlongConfig(buffer_tokens=buffer_tokens, penalty=penalty)
+    return RolloutConfig(max_new_tokens=20, overlong=overlong)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_without_the_setting_and_without_a_score_nothing_changes(make):
     assert shaped(unscored, turns(make, 20), rollout()) is unscored
 
 
-def test_a_reward_with_a_part_of_that_name_is_not_overwritten(make):
-    found = shaped(Reward(value=1.0, parts={"overlong": 0.5}), turns(make, 20), rollout())
+@pytest.mark.parametrize("config", [rollout(), RolloutConfig()])
+def test_a_reward_with_a_part_of_that_name_is_refused_with_and_without_the_setting(make, config):
+    """Read as the penalty, it would be added back to what was earned."""
+    found = shaped(Reward(value=1.0, parts={"overlong": 0.5}), turns(make, 20), config)
     assert found.value is None and found.error is not None
     assert "`overlong`" in found.error.message and "another name" in found.error.hint

@@ -116,7 +116,7 @@ class _Quota:
             self.running.values(),
             groups_per_step=self.n,
             version=version,
-            max_lag=self.max_lag,  # pyright: ignore[reportArgumentType]  # inf = no bound
+            max_lag=self.max_lag,
         )
         for group in found or ():
             del self.ready[group]

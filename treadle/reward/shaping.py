@@ -18,20 +18,23 @@ from treadle.types import OVERLONG, Party, Reward, Source, Trajectory
 
 def shaped(reward: Reward, trajectory: Trajectory, rollout: RolloutConfig) -> Reward:
     """The reward with what `rollout.overlong` takes off, as part OVERLONG; the same object where it
-    is null, or nothing was scored.
+    is null, or nothing was scored. A part of that name is no one else's: `Reward.earned` adds it
+    back.
 
     A limit is per turn, so it is the longest turn that counts: where an answer is one turn, all of
     it. A trajectory that was cut for another reason (its turns, the context) is not punished.
     """
     settings = rollout.overlong
-    if settings is None or reward.value is None:
+    if reward.value is None:
         return reward
     if OVERLONG in reward.parts:
         return failed(
             f"of trajectory {trajectory.id}",
-            f"has a part `{OVERLONG}` of its own, which is what rollout.overlong adds",
-            hint="give that part another name, or leave rollout.overlong out",
+            f"has a part `{OVERLONG}` of its own, which is the name of what rollout.overlong adds",
+            hint="give that part another name",
         )
+    if settings is None:
+        return reward
     penalty = overlong_penalty(
         longest_turn(trajectory),
         max_tokens=rollout.max_new_tokens,
