@@ -36,7 +36,8 @@ def next_batch(
         running: groups that have started and have not finished.
         groups_per_step: N.
         version: now served; the step about to begin trains at this version.
-        max_lag: K >= eta; inf = no bound. A running group of version v is waited for once `version - v >= K`.
+        max_lag: K >= eta; inf = no bound. A running group of version v is waited for once
+            `version - v >= K`.
     """
     if any(version - group.version >= max_lag for group in running):
         return None
