@@ -13,7 +13,7 @@ start is what differs. In training a tenth of the verdicts is flipped, as noisy 
 rates are without flips. Groups of equal rewards are kept, so all arms see the same prompts.
 
 The tiny model (0.33 million parameters, all trained) is made in seconds: random, then supervised on
-numbers drawn evenly from the ranges, until two thirds of its own are right.
+numbers drawn evenly from the ranges, after which six in ten of its own are right.
 
 CPU budget: tiny 120 + 80 steps x 64 short answers, about two minutes a row on one core, 9 rows.
 SmolLM2 70 + 40 steps x 64 answers of at most 6 tokens, about 3 minutes a row on two cores, 9 rows.
