@@ -139,7 +139,7 @@ class TasksConfig:
     reward: str = "score"
     """"score" (the task set's strict score), "lenient", or "module:function"."""
     algorithm: str = ""
-    """A name in treadle/algorithms.py for the rows of this task set, as it stands there; "" = the
+    """A name in treadle/algorithms/ for the rows of this task set, as it stands there; "" = the
     run's, which is `learn.algorithm` with what `learn` replaces of it."""
 
     def __post_init__(self) -> None:
@@ -568,7 +568,7 @@ class CreditConfig:
 @_typed("learn")
 class LearnConfig:
     algorithm: str = "cispo"
-    """A name in treadle/algorithms.py: an advantage, a loss, an aggregation and a correction."""
+    """A name in treadle/algorithms/: an advantage, a loss, an aggregation and a correction."""
     advantage: str | None = None
     """The estimator; null = the algorithm's. So for the next five."""
     loss: str | None = None
